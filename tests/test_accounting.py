@@ -1,7 +1,5 @@
 """What the load's accounts let pass, and what they do not."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -98,7 +96,7 @@ APIS = pytest.mark.parametrize("api", ASKED)
 
 
 @APIS
-def test_only_its_own_answer_to_the_end_is_whole(api: str) -> None:
+def test_only_its_own_answer_to_the_end_is_whole(api):
     assert judged(PLAIN[api], got(document(api))) == ("whole", False)
     assert judged(PLAIN[api], got(document(api, model="b"))) == ("whole", True)
     assert judged(PLAIN[api], got(document(api, text="another's"))) == ("whole", True)
@@ -107,7 +105,7 @@ def test_only_its_own_answer_to_the_end_is_whole(api: str) -> None:
 
 
 @APIS
-def test_a_stream_that_is_cut_never_ends_cleanly(api: str) -> None:
+def test_a_stream_that_is_cut_never_ends_cleanly(api):
     ask = ASKED[api]
     assert judged(ask, got(stream(api))) == ("whole", False)
     for less in (stream(api, PIECES[:2], ends=False), stream(api, ends=False), stream(api, PIECES[:2]), b""):
@@ -118,7 +116,7 @@ def test_a_stream_that_is_cut_never_ends_cleanly(api: str) -> None:
 
 
 @APIS
-def test_an_error_event_ends_a_stream_and_is_followed_by_a_cut(api: str) -> None:
+def test_an_error_event_ends_a_stream_and_is_followed_by_a_cut(api):
     ask, begun, failed = ASKED[api], stream(api, PIECES[:1], ends=False), event(api, ERRORS[api])
     code = "" if api == "ollama" else " severed"
     assert judged(ask, got(begun + failed, clean=False)) == (f"event{code}", False)
@@ -129,7 +127,7 @@ def test_an_error_event_ends_a_stream_and_is_followed_by_a_cut(api: str) -> None
 
 
 @APIS
-def test_an_error_has_a_documented_code_its_status_and_the_shape_of_its_api(api: str) -> None:
+def test_an_error_has_a_documented_code_its_status_and_the_shape_of_its_api(api):
     ask, fine = PLAIN[api], ERRORS[api]
     code = "" if api == "ollama" else " severed"
     assert judged(ask, got(json.dumps(fine).encode(), 503)) == (f"503{code}", False)
@@ -142,7 +140,7 @@ def test_an_error_has_a_documented_code_its_status_and_the_shape_of_its_api(api:
         assert judged(ask, got(json.dumps(unknown).encode(), 503)) == ("503 oops", True)
 
 
-def test_no_answer_is_broken_or_lost() -> None:
+def test_no_answer_is_broken_or_lost():
     assert judged(PLAIN["openai"], got(b"", 0, clean=False, why="reset")) == ("broken", False)
     assert judged(PLAIN["openai"], got(b"", 0, clean=False, why="lost")) == ("lost", True)
 
@@ -156,14 +154,14 @@ def test_no_answer_is_broken_or_lost() -> None:
         (b"", b"event: message_start\n"),
     ],
 )
-def test_signs_of_life_are_nothing_that_an_engine_said(begin: bytes, content: bytes) -> None:
+def test_signs_of_life_are_nothing_that_an_engine_said(begin, content):
     had = Got(1, 0.0, 9.0, 200, begin + content, [(1.0, len(begin)), (2.0, len(begin + content))])
     assert had.first() == 2.0
     assert Got(1, 0.0, 9.0, 200, begin, [(1.0, len(begin))]).first() == FOREVER
 
 
 @APIS
-def test_an_error_is_nothing_that_an_engine_said(api: str) -> None:
+def test_an_error_is_nothing_that_an_engine_said(api):
     line = event(api, ERRORS[api])
     for said in (line, b"event: error\n" + line, json.dumps(ERRORS[api]).encode()):
         assert got(b": loading\n\n" + said).first() == FOREVER
@@ -199,12 +197,12 @@ WHOLE, FAILED, MISSING = Verdict("whole"), Verdict("503", "severed"), Verdict("4
         (MISSING, [RECEIVED, ANSWERED], False),
     ],
 )
-def test_the_engines_record_must_agree(verdict: Verdict, entries: list[Entry], fine: bool) -> None:
+def test_the_engines_record_must_agree(verdict, entries, fine):
     fate = Fate(ASKED["openai"], got(stream("openai")), verdict)
     assert (flaw_of_record(fate, entries, replicas=1) == "") == fine
 
 
-def test_what_a_client_saw_first_is_known_when_its_answer_was_shortened() -> None:
+def test_what_a_client_saw_first_is_known_when_its_answer_was_shortened():
     body = stream("openai")
     had = Got(1, 0.0, 1.0, 200, b": waits\n\n" + body, [(0.2, 9), (0.5, 9 + len(body))], True)
     had.body += b"x" * 1000

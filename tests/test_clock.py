@@ -3,8 +3,6 @@
 A worker takes its turns when they are due or asked for, survives mistakes, and ends when it is closed.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 
@@ -42,7 +40,7 @@ class Turns:
         return len(self.woken) - 1
 
 
-def test_a_turn_follows_another_after_the_seconds_that_it_said() -> None:
+def test_a_turn_follows_another_after_the_seconds_that_it_said():
     turns = Turns(0.0)
     turns.worker.start()
     for _ in range(3):
@@ -55,9 +53,7 @@ def test_a_turn_follows_another_after_the_seconds_that_it_said() -> None:
 
 
 @pytest.mark.parametrize("pause", [None, LONG])
-def test_waking_brings_a_turn_forward_and_what_came_during_a_turn_is_not_lost(
-    pause: float | None,
-) -> None:
+def test_waking_brings_a_turn_forward_and_what_came_during_a_turn_is_not_lost(pause):
     turns = Turns(pause)
     turns.worker.start()
     assert turns.begun.acquire(timeout=GUARD)
@@ -69,7 +65,7 @@ def test_waking_brings_a_turn_forward_and_what_came_during_a_turn_is_not_lost(
     assert turns.close() == 2
 
 
-def test_a_worker_without_a_first_turn_waits_until_it_is_woken() -> None:
+def test_a_worker_without_a_first_turn_waits_until_it_is_woken():
     asked: list[int] = []
     began = threading.Event()
 
@@ -86,7 +82,7 @@ def test_a_worker_without_a_first_turn_waits_until_it_is_woken() -> None:
     assert asked == [0]
 
 
-def test_hurry_ends_the_time_in_which_more_is_gathered() -> None:
+def test_hurry_ends_the_time_in_which_more_is_gathered():
     began = threading.Event()
     worker = Worker("gathers", lambda: began.set(), first=None, gather=LONG)
     worker.start()
@@ -98,9 +94,7 @@ def test_hurry_ends_the_time_in_which_more_is_gathered() -> None:
     assert worker.join(GUARD)
 
 
-def test_a_mistake_is_logged_and_the_next_turn_comes_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_mistake_is_logged_and_the_next_turn_comes_all_the_same(monkeypatch, caplog):
     again = threading.Event()
     turns: list[int] = []
 
@@ -120,7 +114,7 @@ def test_a_mistake_is_logged_and_the_next_turn_comes_all_the_same(
     assert (record.getMessage(), record.exc_info is not None) == ("a mistake in the thread errs", True)
 
 
-def test_one_that_was_never_started_can_be_closed_and_one_under_way_is_not_waited_for() -> None:
+def test_one_that_was_never_started_can_be_closed_and_one_under_way_is_not_waited_for():
     idle = Turns(None)
     idle.worker.close()
     assert idle.worker.join(GUARD)
@@ -154,17 +148,17 @@ def test_one_that_was_never_started_can_be_closed_and_one_under_way_is_not_waite
         ("1h" * 33, None),
     ],
 )
-def test_times_are_read_as_go_writes_them(text: str, seconds: float | None) -> None:
+def test_times_are_read_as_go_writes_them(text, seconds):
     assert seconds_in(text) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("seconds", [1e12, 1e300, math.inf, math.nan])
-def test_no_wait_is_too_long_for_a_latch_or_a_condition(seconds: float) -> None:
+def test_no_wait_is_too_long_for_a_latch_or_a_condition(seconds):
     real, lock = Clock(), threading.Lock()
     latch = real.latch()
     latch.set()
     assert latch.wait(seconds)
-    condition = real.condition(lock)  # type: ignore[arg-type]
+    condition = real.condition(lock)
 
     def wake() -> None:
         with lock:
@@ -175,7 +169,7 @@ def test_no_wait_is_too_long_for_a_latch_or_a_condition(seconds: float) -> None:
         assert condition.wait(seconds)
 
 
-def test_a_thread_that_ends_of_a_mistake_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_ends_of_a_mistake_is_told(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
     watch_threads()
     thread = Clock().spawn(lambda: [][0], "fated")
@@ -190,5 +184,5 @@ def test_a_thread_that_ends_of_a_mistake_is_told(monkeypatch: pytest.MonkeyPatch
         *(("²", 9, None), ("٣", 9, None), ("1" * 5000, 10**15, None), ("1_0", 99, None), ("1.0", 9, None)),
     ],
 )
-def test_counts_are_plain_digits_up_to_a_bound(text: str, most: int, count: int | None) -> None:
+def test_counts_are_plain_digits_up_to_a_bound(text, most, count):
     assert count_in(text, most) == count

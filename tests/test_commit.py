@@ -1,7 +1,5 @@
 """The commit that a build or a checkout tells of."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -35,30 +33,30 @@ def package(tmp_path: Path) -> Path:
     return package
 
 
-def test_a_checkout_tells_its_commit_and_whether_files_were_changed(package: Path) -> None:
+def test_a_checkout_tells_its_commit_and_whether_files_were_changed(package):
     short = git(package, "rev-parse", "--short", "HEAD")
     assert commit(package) == short
     (package / "module.py").write_text("two\n")
     assert commit(package) == f"{short}-dirty"
 
 
-def test_what_a_build_has_written_comes_first(package: Path) -> None:
+def test_what_a_build_has_written_comes_first(package):
     (package / WRITTEN).write_text("abc1234\n")
     assert commit(package) == "abc1234"
 
 
-def test_the_repository_that_a_package_lies_deep_in_is_not_asked(package: Path) -> None:
+def test_the_repository_that_a_package_lies_deep_in_is_not_asked(package):
     installed = package / "lib" / "package"
     installed.mkdir(parents=True)
     assert commit(installed) == ""
 
 
-def test_without_git_it_is_not_known(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_git_it_is_not_known(package, monkeypatch):
     monkeypatch.setenv("PATH", str(package))
     assert commit(package) == ""
 
 
-def test_a_source_archive_notes_its_commit_and_hands_it_to_its_wheel(tmp_path: Path) -> None:
+def test_a_source_archive_notes_its_commit_and_hands_it_to_its_wheel(tmp_path):
     clone = tmp_path / "clone"
     git(tmp_path, "clone", "--quiet", str(ROOT), str(clone))
     # As it is here, so that what is tried is not the last commit's.

@@ -1,7 +1,5 @@
 """The documents say what is so."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re
@@ -19,18 +17,17 @@ from tests import reference
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S)
 
 
-def test_the_reference_is_what_the_program_says() -> None:
+def test_the_reference_is_what_the_program_says():
     assert reference.PATH.read_text() == reference.text(), "run `make docs`"
 
 
-def test_the_readme_stays_short() -> None:
+def test_the_readme_stays_short():
     assert README.count("\n") < 200
 
 
-def test_each_page_is_in_the_index() -> None:
+def test_each_page_is_in_the_index():
     index = (ROOT / "docs" / "README.md").read_text()
     pages = {file.name for file in (ROOT / "docs").glob("*.md")} - {"README.md"}
     assert set(re.findall(r"^\| \[([\w.-]+)\]\(\1\) \|", index, re.M)) == pages
@@ -39,7 +36,7 @@ def test_each_page_is_in_the_index() -> None:
 @pytest.mark.parametrize(
     "file", [ROOT / "README.md", *(ROOT / "docs").glob("*.md")], ids=lambda file: file.name
 )
-def test_what_pages_link_to_is_there(file: Path) -> None:
+def test_what_pages_link_to_is_there(file):
     for target in re.findall(r"\]\(([^)\s]+)\)", file.read_text()):
         path, _, section = target.partition("#")
         if re.match(r"\w+://", path):
@@ -57,7 +54,7 @@ def _anchor(title: str) -> str:
     return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
-def test_no_two_pages_say_the_same() -> None:
+def test_no_two_pages_say_the_same():
     told: dict[tuple[str, ...], str] = {}
     for file in sorted((ROOT / "docs").glob("*.md")):
         if file.name in ("README.md", "glossary.md", "reference.md"):
@@ -68,7 +65,7 @@ def test_no_two_pages_say_the_same() -> None:
             assert told.setdefault(some, file.name) == file.name, f"{' '.join(some)} ({file.name})"
 
 
-def test_each_error_is_in_the_page_on_troubleshooting() -> None:
+def test_each_error_is_in_the_page_on_troubleshooting():
     known = [each for each in vars(errors).values() if isinstance(each, type)]
     told = {each.code: each.status for each in known if issubclass(each, errors.MuxError)}
     del told[errors.ConfigError.code]
@@ -77,7 +74,7 @@ def test_each_error_is_in_the_page_on_troubleshooting() -> None:
     assert {code: int(status) for code, status in rows} == told
 
 
-def test_the_diagram_is_the_transition_table() -> None:
+def test_the_diagram_is_the_transition_table():
     [diagram] = re.findall(r"```mermaid\n(stateDiagram.*?)```", (ROOT / "docs/design.md").read_text(), re.S)
     drawn = re.findall(r"^ *(\w+) --> (\w+): (\w+)$", diagram, re.M)
     assert {(start, what): end for start, end, what in drawn} == slot.TRANSITIONS
@@ -101,7 +98,7 @@ EXAMPLES = [text for page in PAGES for text in re.findall(r"^```yaml\n(.*?)^```$
 
 
 @pytest.mark.parametrize("snippet", EXAMPLES)
-def test_compose_files_in_the_documents_load(snippet: str, tmp_path: Path) -> None:
+def test_compose_files_in_the_documents_load(snippet, tmp_path):
     file = tmp_path / "compose.yaml"
     file.write_text(snippet)
     assert plugins.load([file], environ={"OPENAI_API_KEY": "sk-of-nobody"}, compose=None).backends
@@ -112,7 +109,7 @@ SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", EXTENDING, re.M | re.
 
 
 @pytest.mark.parametrize("title", SECTIONS)
-def test_what_the_page_on_extending_shows_runs(title: str, tmp_path: Path) -> None:
+def test_what_the_page_on_extending_shows_runs(title, tmp_path):
     blocks = re.findall(r"^```(\w+)\n(.*?)^```$", SECTIONS[title], re.M | re.S)
     written = [text for kind, text in blocks if kind != "sh"]
     for text in written:
@@ -147,13 +144,13 @@ NAMING_FILES = [
 PATH = re.compile(r"(?<![\w./-])(?:anvil_mux|bin|compose|contrib|docs|grafana|tests)/[\w/-]+(?:\.\w+)*")
 
 
-def test_files_of_the_repository_that_texts_name_are_there() -> None:
+def test_files_of_the_repository_that_texts_name_are_there():
     named = {(file, name) for file in NAMING_FILES for name in PATH.findall(file.read_text())}
     assert [(str(file), name) for file, name in named if not (ROOT / name).exists()] == []
 
 
 @pytest.mark.parametrize("name", ["contrib/anvil-mux.service", "docs/cluster.md"])
-def test_a_reload_of_the_service_checks_what_it_serves(name: str) -> None:
+def test_a_reload_of_the_service_checks_what_it_serves(name):
     text = (ROOT / name).read_text()
     [served] = re.findall(r"^ *ExecStart=\S+ serve (.*)$", text, re.M)
     assert re.findall(r"^ *ExecReload=\S+ check (.*)$", text, re.M) == [served]
@@ -187,16 +184,12 @@ MENTIONED = [(name, command) for name, text in TEXTS for command in _mentions(te
 
 
 @pytest.mark.parametrize(("page", "command"), SHOWN)
-def test_a_command_that_a_page_shows_is_one(
-    page: str, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_a_page_shows_is_one(page, command, capsys):
     assert _refusal(command, capsys) == ""
 
 
 @pytest.mark.parametrize(("page", "command"), MENTIONED)
-def test_a_command_that_a_page_mentions_is_one_or_lacks_only_arguments(
-    page: str, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_a_page_mentions_is_one_or_lacks_only_arguments(page, command, capsys):
     refusal = _refusal(command, capsys)
     assert not refusal or "the following arguments are required" in refusal
 
@@ -214,7 +207,7 @@ def _name_of_thread(node: ast.AST) -> str:
     return str(named[0].value) if named and isinstance(named[0], ast.Constant) else ""
 
 
-def test_every_thread_is_in_the_list_of_threads() -> None:
+def test_every_thread_is_in_the_list_of_threads():
     table = (ROOT / "CONTRIBUTING.md").read_text().partition("## The threads")[2].partition("\n## ")[0]
     listed = set(re.findall(r"`([\w*-]+)`", "".join(re.findall(r"^\|([^|]*)\|", table, re.M))))
     texts = [module.read_text() for module in (ROOT / "anvil_mux").rglob("*.py")]
@@ -224,13 +217,13 @@ def test_every_thread_is_in_the_list_of_threads() -> None:
     assert named == listed
 
 
-def test_every_room_is_in_the_list_of_rooms() -> None:
+def test_every_room_is_in_the_list_of_rooms():
     listed = (ROOT / "CONTRIBUTING.md").read_text()
     for module in (ROOT / "anvil_mux").rglob("[a-z]*.py"):
         assert f"`{module.name}`" in listed, module.name
 
 
-def test_each_threat_is_shown_by_tests_that_there_are() -> None:
+def test_each_threat_is_shown_by_tests_that_there_are():
     table = (ROOT / "docs" / "security.md").read_text().partition("\n## Threats\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (?!who |---)([^|]+) \|.*\| ([^|]+) \|$", table, re.M)
     assert len(rows) >= 8

@@ -1,7 +1,5 @@
 """Errors as objects: what each carries goes with its copy."""
 
-from __future__ import annotations
-
 import pytest
 
 from anvil_mux.errors import (
@@ -30,7 +28,7 @@ from anvil_mux.errors import (
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_error_for_many_threads_is_raised_by_each_as_its_own(error: MuxError) -> None:
+def test_an_error_for_many_threads_is_raised_by_each_as_its_own(error):
     def caught(one: MuxError) -> MuxError:
         with pytest.raises(type(error)) as raised:
             raise one

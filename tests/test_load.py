@@ -3,11 +3,8 @@
 `bin/test load` runs it with 20,000 requests (ANVIL_LOAD_REQUESTS), drawn from ANVIL_LOAD_SEED.
 """
 
-from __future__ import annotations
-
 import os
 import random
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +16,7 @@ SEED = int(os.environ.get("ANVIL_LOAD_SEED", "1"))
 
 @pytest.mark.load
 @pytest.mark.skipif(not REQUESTS, reason="bin/test load sets ANVIL_LOAD_REQUESTS")
-def test_every_answer_is_accounted_for(tmp_path: Path) -> None:
+def test_every_answer_is_accounted_for(tmp_path):
     with process_load(tmp_path, REQUESTS, random.Random(SEED)) as load:
         load.run()
     print(f"\nANVIL_LOAD_SEED={SEED}\n{load.table()}")

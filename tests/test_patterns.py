@@ -5,8 +5,6 @@ and counts each try. What it is shown is drawn from the pattern itself: somethin
 times over, and an end that does not fit.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import pkgutil
@@ -304,7 +302,7 @@ def deep() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("pattern", "flags", "use"), ALL)
-def test_it_takes_steps_in_proportion_to_what_it_reads(pattern: str | bytes, flags: int, use: str) -> None:
+def test_it_takes_steps_in_proportion_to_what_it_reads(pattern, flags, use):
     tree = parser.parse(pattern, flags & ~re.UNICODE if isinstance(pattern, bytes) else flags)
     draw = Random(28)
     for _ in range(DRAWN):
@@ -326,7 +324,7 @@ def test_it_takes_steps_in_proportion_to_what_it_reads(pattern: str | bytes, fla
         (r"(a|aa)+", "fullmatch"),
     ],
 )
-def test_what_goes_back_too_often_is_noticed(pattern: str, use: str) -> None:
+def test_what_goes_back_too_often_is_noticed(pattern, use):
     with pytest.raises(pytest.fail.Exception):
         test_it_takes_steps_in_proportion_to_what_it_reads(pattern, 0, use)
 
@@ -338,7 +336,7 @@ def test_what_goes_back_too_often_is_noticed(pattern: str, use: str) -> None:
     "pattern",
     [r"\b\w+\b", r"(?:[^\"\\]|\\.)*", r"^[a-z]+$", r"([0-9]+)(h|m)", r"(?<!a)b?.*?[^0-9]", r"(?=x)x{2,4}"],
 )
-def test_the_matcher_finds_what_re_finds(pattern: str, text: str) -> None:
+def test_the_matcher_finds_what_re_finds(pattern, text):
     for use in ("match", "fullmatch", "search"):
         matcher = Matcher(pattern, 0, text, 10**6)
         assert getattr(matcher, use)() == (getattr(re, use)(pattern, text) is not None), use

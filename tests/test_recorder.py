@@ -1,7 +1,5 @@
 """What the library that is preloaded into real engines writes down, and what it does not."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -44,7 +42,7 @@ def recorded(folder: Path, script: str) -> dict[str, list[str]]:
     return {id: [each.what for each in entries] for id, entries in found.items()}
 
 
-def test_what_came_was_answered_and_was_sent_is_written_down_once_each(tmp_path: Path) -> None:
+def test_what_came_was_answered_and_was_sent_is_written_down_once_each(tmp_path):
     script = """
 here, there, exchange = connection()
 exchange(HEAD % 7, WHOLE, b"{}")
@@ -54,7 +52,7 @@ exchange(HEAD % 8, CHUNKED, b"e\\r\\ndata: [DONE]\\n\\n\\r\\n")
     assert recorded(tmp_path, script) == {"load-7": whole, "load-8": whole}
 
 
-def test_an_id_that_comes_in_two_pieces_is_one(tmp_path: Path) -> None:
+def test_an_id_that_comes_in_two_pieces_is_one(tmp_path):
     script = """
 here, there, exchange = connection()
 exchange(b"X-Request-ID: load-1")
@@ -63,7 +61,7 @@ exchange(b"23\\r\\n\\r\\n")
     assert recorded(tmp_path, script) == {"load-123": ["received"]}
 
 
-def test_what_is_refused_or_cut_is_not_answered(tmp_path: Path) -> None:
+def test_what_is_refused_or_cut_is_not_answered(tmp_path):
     script = """
 here, there, exchange = connection()
 exchange(HEAD % 7, b"HTTP/1.1 400 Bad Request\\r\\nContent-Length: 2\\r\\n\\r\\n")
@@ -72,7 +70,7 @@ exchange(HEAD % 8, CHUNKED, b"5\\r\\ndata:\\r\\n")
     assert recorded(tmp_path, script) == {"load-7": ["received"], "load-8": ["received"]}
 
 
-def test_what_is_drained_from_a_connection_that_ends_was_never_received(tmp_path: Path) -> None:
+def test_what_is_drained_from_a_connection_that_ends_was_never_received(tmp_path):
     script = """
 here, there, exchange = connection()
 here.shutdown(socket.SHUT_WR)

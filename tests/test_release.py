@@ -1,7 +1,5 @@
 """A release is made from what fits together, and published by its tag in steps of ``bin/release``."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
@@ -84,7 +82,7 @@ def release(root: Path, *words: str, **environ: str) -> tuple[int, str, list[str
     )
 
 
-def test_a_dry_run_names_each_step_and_what_publishes_and_does_neither(checkout: Path) -> None:
+def test_a_dry_run_names_each_step_and_what_publishes_and_does_neither(checkout):
     code, printed, told = release(checkout, "--dry-run", "1.2.3")
     assert (code, told) == (0, [])
     steps = [line.removeprefix("== ") for line in printed.splitlines() if line.startswith("== ")]
@@ -101,7 +99,7 @@ def test_a_dry_run_names_each_step_and_what_publishes_and_does_neither(checkout:
     assert git(checkout, "status", "--porcelain") == ""
 
 
-def test_a_failed_step_is_the_last_one(checkout: Path) -> None:
+def test_a_failed_step_is_the_last_one(checkout):
     code, printed, told = release(checkout, "1.2.3")
     assert (code, printed) == (1, "== tests: bin/test quick\ntests: quick\n")
     assert told == ["tests: bin/test quick: failed; there is no tag, and nothing was published"]
@@ -109,13 +107,13 @@ def test_a_failed_step_is_the_last_one(checkout: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("--dry-run",), ("v1.2.3",), ("1.2",), ("--help",)])
-def test_without_a_version_it_says_how_it_is_used(checkout: Path, words: tuple[str, ...]) -> None:
+def test_without_a_version_it_says_how_it_is_used(checkout, words):
     code, printed, told = release(checkout, *words)
     assert (code, printed) == (2, "")
     assert told[0].startswith("Makes a release")
 
 
-def test_all_that_does_not_fit_is_told_at_once(checkout: Path) -> None:
+def test_all_that_does_not_fit_is_told_at_once(checkout):
     git(checkout, "tag", "v1.2.2")
     git(checkout, "checkout", "--quiet", "-b", "other")
     (checkout / "CHANGELOG.md").write_text(CHANGELOG.replace("[Unreleased]\n", "[Unreleased]\n\n- More.\n"))
@@ -131,12 +129,12 @@ def test_all_that_does_not_fit_is_told_at_once(checkout: Path) -> None:
     ]
 
 
-def test_a_file_that_git_does_not_know_is_not_released(checkout: Path) -> None:
+def test_a_file_that_git_does_not_know_is_not_released(checkout):
     (checkout / "anvil_mux" / "new.py").write_text("")
     assert release(checkout, "--dry-run", "1.2.3")[2] == ["files are changed or not committed: git status"]
 
 
-def test_an_image_that_cannot_be_tried_is_not_released(checkout: Path) -> None:
+def test_an_image_that_cannot_be_tried_is_not_released(checkout):
     (checkout / "tests" / "real" / "docker-engine").write_text("#!/bin/sh\nexit 1\n")
     commit(checkout)
     code, printed, told = release(checkout, "1.2.3")
@@ -165,9 +163,7 @@ def stand_ins(checkout: Path, tmp_path: Path) -> dict[str, str]:
     }
 
 
-def test_a_release_is_tagged_when_all_was_tried(
-    checkout: Path, stand_ins: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_release_is_tagged_when_all_was_tried(checkout, stand_ins, tmp_path):
     code, _, told = release(checkout, "1.2.3", "--network", "host", **stand_ins)
     assert (code, told) == (0, [])
     assert git(checkout, "tag", "--points-at", "HEAD") == "v1.2.3"
@@ -186,9 +182,7 @@ def test_a_release_is_tagged_when_all_was_tried(
 
 
 @pytest.mark.parametrize("wrong", [{"VERSION_TOLD": "anvil-mux 1.2.2 (abc1234)"}, {"USER_ID": "0"}])
-def test_what_is_not_what_it_ought_to_be_gets_no_tag(
-    checkout: Path, stand_ins: dict[str, str], wrong: dict[str, str]
-) -> None:
+def test_what_is_not_what_it_ought_to_be_gets_no_tag(checkout, stand_ins, wrong):
     code, printed, told = release(checkout, "1.2.3", **stand_ins, **wrong)
     assert (code, len(told)) == (1, 1)
     assert "publish" not in printed
@@ -201,7 +195,7 @@ def tagged(root: Path) -> None:
     git(root, "update-ref", "refs/remotes/origin/main", "HEAD")
 
 
-def test_what_is_tagged_has_to_fit_together(checkout: Path) -> None:
+def test_what_is_tagged_has_to_fit_together(checkout):
     git(checkout, "tag", "v1.2.2")
     (checkout / "more").write_text("")
     commit(checkout)
@@ -219,13 +213,13 @@ def test_what_is_tagged_has_to_fit_together(checkout: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [("check",), ("check", "1.2.3"), ("wheel", "v1.2"), ("publish", "v1.2.3")])
-def test_a_step_without_a_tag_says_how_it_is_used(checkout: Path, words: tuple[str, ...]) -> None:
+def test_a_step_without_a_tag_says_how_it_is_used(checkout, words):
     code, printed, told = release(checkout, *words)
     assert (code, printed) == (2, "")
     assert told[0].startswith("Makes a release")
 
 
-def test_each_step_alone_does_its_part(checkout: Path, stand_ins: dict[str, str], tmp_path: Path) -> None:
+def test_each_step_alone_does_its_part(checkout, stand_ins, tmp_path):
     def calls_of(*words: str) -> tuple[str, list[str]]:
         (tmp_path / "calls").write_text("")
         code, printed, told = release(checkout, *words, **stand_ins)
@@ -267,9 +261,7 @@ def test_each_step_alone_does_its_part(checkout: Path, stand_ins: dict[str, str]
     assert "- Something." in called
 
 
-def test_an_image_without_a_digest_is_not_told_to_be_published(
-    checkout: Path, stand_ins: dict[str, str]
-) -> None:
+def test_an_image_without_a_digest_is_not_told_to_be_published(checkout, stand_ins):
     for words in (
         ("push", "v1.2.3", "ghcr.io/me/anvil-mux"),
         ("join", "v1.2.3", "ghcr.io/me/anvil-mux", "a"),
@@ -292,7 +284,7 @@ def runs() -> Iterator[tuple[str, str]]:
     return ((name, step["run"]) for name, _, step in STEPS if "run" in step)
 
 
-def test_the_workflows_run_what_can_be_run_by_hand() -> None:
+def test_the_workflows_run_what_can_be_run_by_hand():
     known = re.findall(r"^#       (\w+) ", (ROOT / "bin" / "release").read_text(), re.M)
     form = re.compile(r'bin/release (\w+) "\$TAG"( "\$REPOSITORY"( [\w ]+)?)?( >>"\$GITHUB_OUTPUT")?')
     assert [run for name, run in runs() if name == "ci"] == [".ci/run"]
@@ -301,7 +293,7 @@ def test_the_workflows_run_what_can_be_run_by_hand() -> None:
     assert [each[4] for each in found if each and each[1] in ("push", "join")] == [' >>"$GITHUB_OUTPUT"'] * 2
 
 
-def test_the_tests_run_for_what_is_proposed_merged_and_released() -> None:
+def test_the_tests_run_for_what_is_proposed_merged_and_released():
     assert WORKFLOWS["ci"][ON] == {
         "pull_request": None,
         "push": {"branches": ["main"]},
@@ -313,7 +305,7 @@ def test_the_tests_run_for_what_is_proposed_merged_and_released() -> None:
         assert set(jobs[name]["needs"]) == {"tests", "wheel", "image"}
 
 
-def test_a_tag_that_bin_release_makes_is_released_for_each_architecture() -> None:
+def test_a_tag_that_bin_release_makes_is_released_for_each_architecture():
     flow = WORKFLOWS["release"]
     assert flow[ON] == {"push": {"tags": ["v*"]}}
     assert flow["env"]["TAG"] == "${{ github.ref_name }}"
@@ -322,7 +314,7 @@ def test_a_tag_that_bin_release_makes_is_released_for_each_architecture() -> Non
     assert joined.partition('"$REPOSITORY" ')[2].split()[:-1] == made
 
 
-def test_no_job_may_do_more_than_it_has_to() -> None:
+def test_no_job_may_do_more_than_it_has_to():
     assert all(flow["permissions"] == {"contents": "read"} for flow in WORKFLOWS.values())
     attests = {"id-token": "write", "attestations": "write"}
     pushes = {"contents": "read", "packages": "write", **attests}
@@ -342,7 +334,7 @@ def test_no_job_may_do_more_than_it_has_to() -> None:
             assert step["with"]["persist-credentials"] is False
 
 
-def test_the_version_is_one() -> None:
+def test_the_version_is_one():
     first = re.search(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert first
     assert first[1] in ("Unreleased", anvil_mux.__version__)

@@ -1,7 +1,5 @@
 """Only host/ touches a machine, and only plain values leave it."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import types
@@ -50,7 +48,7 @@ def test_each_module_of_the_host_is_behind_the_seam_or_allowed():
     assert not touching & open_to_some
 
 
-def test_a_machine_is_reached_through_the_seam_alone() -> None:
+def test_a_machine_is_reached_through_the_seam_alone():
     used = [(module, name) for module in OUTSIDE for name in ours(module) if name.startswith("host")]
     assert [pair for pair in used if pair[1] not in ALLOWED.get(package(pair[0]), set())] == []
     assert [module for module in OUTSIDE if "pynvml" in imported(module)] == []
@@ -64,7 +62,7 @@ def test_a_machine_is_reached_through_the_seam_alone() -> None:
     assert {pair for pair in names if pair[1] in BELOW} == set()
 
 
-def test_proc_is_read_by_the_host_alone_but_for_the_program_itself() -> None:
+def test_proc_is_read_by_the_host_alone_but_for_the_program_itself():
     texts = [
         (module, node.value)
         for module in OUTSIDE
@@ -78,7 +76,7 @@ def test_proc_is_read_by_the_host_alone_but_for_the_program_itself() -> None:
 PLAIN = {str, int, float, bool, type(None), object}
 
 
-def test_only_plain_values_cross_the_seam() -> None:
+def test_only_plain_values_cross_the_seam():
     methods = {name: each for name, each in vars(seam.Host).items() if isinstance(each, types.FunctionType)}
     crossing = {
         (name, where): hint
@@ -104,5 +102,5 @@ def is_plain(hint: Any, seen: frozenset[Any] = frozenset()) -> bool:
     return False
 
 
-def test_a_backend_is_plain() -> None:
+def test_a_backend_is_plain():
     assert is_plain(Backend)

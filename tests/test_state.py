@@ -1,7 +1,5 @@
 """Files that others wrote: read whole if they are regular and not too large."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -19,7 +17,7 @@ def pipe(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["device", "pipe"])
-def test_what_never_ends_is_not_read(tmp_path: Path, kind: str) -> None:
+def test_what_never_ends_is_not_read(tmp_path, kind):
     file = Path("/dev/zero") if kind == "device" else pipe(tmp_path)
     said = f"{file}.*it is no regular file"
     with pytest.raises(ConfigError, match=said):
@@ -34,7 +32,7 @@ def test_what_never_ends_is_not_read(tmp_path: Path, kind: str) -> None:
         state.read_bytes(file)
 
 
-def test_what_is_too_large_is_not_read(tmp_path: Path) -> None:
+def test_what_is_too_large_is_not_read(tmp_path):
     file = tmp_path / "large"
     file.touch()
     os.truncate(file, state.MOST + 1)
@@ -46,12 +44,12 @@ def test_what_is_too_large_is_not_read(tmp_path: Path) -> None:
     assert len(state.read_bytes(file)) == state.MOST
 
 
-def test_text_is_read_with_whichever_ends_of_lines(tmp_path: Path) -> None:
+def test_text_is_read_with_whichever_ends_of_lines(tmp_path):
     file = tmp_path / "text"
     file.write_bytes(b"a\r\nb\rc\n")
     assert state.read_text(file) == "a\nb\nc\n"
 
 
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
+def test_a_folder_is_no_file(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         interpolate.read(tmp_path)

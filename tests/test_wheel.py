@@ -1,7 +1,5 @@
 """What is installed from the wheel serves, without the checkout beside it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -56,7 +54,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_every_module_and_data_file_is_in_the_wheel(wheel: Path) -> None:
+def test_every_module_and_data_file_is_in_the_wheel(wheel):
     packed = set(ZipFile(wheel).namelist())
     kinds = (".py", ".html", ".yaml", ".xz", ".typed")
     here = {path.relative_to(SOURCE.parent).as_posix() for path in SOURCE.rglob("*") if path.suffix in kinds}
@@ -91,23 +89,23 @@ def said(*command: object) -> str:
     ).stdout
 
 
-def test_the_wheel_stays_small(wheel: Path) -> None:
+def test_the_wheel_stays_small(wheel):
     assert wheel.stat().st_size < MOST_BYTES
     data = [entry for entry in ZipFile(wheel).infolist() if not entry.filename.endswith(".py")]
     assert sum(entry.compress_size for entry in data) < MOST_DATA_BYTES
 
 
-def test_what_is_installed_tells_the_commit_that_it_was_built_of(place: Path) -> None:
+def test_what_is_installed_tells_the_commit_that_it_was_built_of(place):
     assert said(place / "anvil-mux", "--version") == f"anvil-mux {anvil_mux.__version__} (abc1234)\n"
 
 
-def test_the_traces_that_come_with_it_are_simulated(place: Path) -> None:
+def test_the_traces_that_come_with_it_are_simulated(place):
     words = ("simulate", "--trace", "claude-code-turns", "--policy", "eager", "--json")
     (row,) = json.loads(said(place / "anvil-mux", *words))
     assert (row["profile"], row["requests"], row["violations"]) == ("claude-code-turns", 481, 0)
 
 
-def test_the_demo_is_served_from_an_environment_that_has_only_the_wheel(place: Path, tmp_path: Path) -> None:
+def test_the_demo_is_served_from_an_environment_that_has_only_the_wheel(place, tmp_path):
     # Its engines are run by the Python that runs it, whatever else is on PATH.
     (tmp_path / "python3").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "python3").chmod(0o755)

@@ -5,8 +5,6 @@ comments of the files that users copy. A retired word is refused there; ``ALLOWE
 it means something else.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -131,7 +129,7 @@ def retired(text: str) -> list[str]:
     return [found.group() for found in WORD.finditer(ALLOWED.sub("", re.sub(r"`[^`]*`", "_", text).strip()))]
 
 
-def test_users_meet_no_retired_word() -> None:
+def test_users_meet_no_retired_word():
     found = [f"{where}: {', '.join(words)}: {text}" for where, text in texts() if (words := retired(text))]
     assert not found, "\n".join(found)
 
@@ -148,11 +146,11 @@ def test_users_meet_no_retired_word() -> None:
         ("`rest` is a name, and the rest of the command line is one line of JSON", []),
     ],
 )
-def test_a_retired_word_is_found(text: str, words: list[str]) -> None:
+def test_a_retired_word_is_found(text, words):
     assert retired(text) == words
 
 
-def test_every_kind_of_text_is_read() -> None:
+def test_every_kind_of_text_is_read():
     places = {where.partition(":")[0] for where, _ in texts()}
     assert {
         "anvil_mux/config/config.py",
@@ -173,12 +171,12 @@ NAMED = {
 }
 
 
-def test_every_word_of_the_glossary_says_by_what_it_is_named() -> None:
+def test_every_word_of_the_glossary_says_by_what_it_is_named():
     assert len(ROWS) == GLOSSARY.count("\n| ") - 1 > 20
 
 
 @pytest.mark.parametrize(("word", "names"), [(word, names) for word, _, names in ROWS])
-def test_what_the_glossary_names_exists(word: str, names: str) -> None:
+def test_what_the_glossary_names_exists(word, names):
     kind = ""
     for kind_or_name in re.findall(r"\w+", names):
         if kind_or_name in NAMED and f"`{kind_or_name}`" not in names:
@@ -187,7 +185,7 @@ def test_what_the_glossary_names_exists(word: str, names: str) -> None:
             assert kind_or_name in NAMED[kind], word
 
 
-def test_the_glossary_has_each_state() -> None:
+def test_the_glossary_has_each_state():
     assert NAMED["state"] <= set(re.findall(r"`(\w+)`", GLOSSARY))
 
 
@@ -204,7 +202,7 @@ def documentation(file: Path) -> Iterator[str]:
             yield str(node.value.value)
 
 
-def test_a_docstring_begins_with_what_it_is_about() -> None:
+def test_a_docstring_begins_with_what_it_is_about():
     lost = [
         (str(file.relative_to(ROOT)), text)
         for file in sorted((ROOT / "anvil_mux").rglob("*.py"))

@@ -12,8 +12,6 @@ costs nothing (stub_engine.c). Of each pair the halves take turns in one run, an
 Needs root, Ray and a C compiler. Nothing here passes or fails: a missed target is a finding, not an error.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

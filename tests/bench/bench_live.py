@@ -16,8 +16,6 @@ CPU of this machine, so seconds are worth nothing elsewhere; what counts is one 
 Nothing here passes or fails: a missed target is a finding, not an error.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -27,8 +27,6 @@ each round; what counts are medians over the rounds.
 It needs root (for chroot), or a llama-server of this machine. Nothing here passes or fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

@@ -26,8 +26,6 @@ In both engines make answers as in `anvil-mux simulate`, and policies learn what
 Nothing here passes or fails: a missed target is a finding, not an error.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

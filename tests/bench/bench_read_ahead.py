@@ -8,8 +8,6 @@ stream drains for 5 s and is severed, then the large one is loaded. Each round h
 changes. It needs a Docker Engine, like the tests in tests/docker.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import http.client

@@ -8,8 +8,6 @@ before, outside the lock, and timed apart: JSON to blocks, for a body of as many
 The promise is less than 1 ms for a choice. Nothing here passes or fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -13,8 +13,6 @@ Nothing here passes or fails: a missed target is a finding, not an error. test_b
 smaller part of it, and a bound that is generous.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import math
@@ -101,9 +99,9 @@ class Watch:
         steps, self.steps = list(self.steps.values()), {}
         for step in steps:
             if isinstance(step, Load):
-                self.tell(what or "loaded", lambda s=step: self.core.loaded(s, now, "stop"))  # type: ignore[misc]
+                self.tell(what or "loaded", lambda s=step: self.core.loaded(s, now, "stop"))
             elif isinstance(step, Evict):
-                self.tell(what or "evicted", lambda s=step: self.core.evicted(s, now))  # type: ignore[misc]
+                self.tell(what or "evicted", lambda s=step: self.core.evicted(s, now))
 
     def worst(self) -> dict[str, float]:
         return {what: max(took) for what, took in self.took.items()}
@@ -120,7 +118,7 @@ def watch_any(config: Config) -> dict[str, float]:
     watch.report(30.0, "loaded")
     held = []
     for name in [slot.name for slot in core.layout.slots if slot.name.startswith("own.")]:
-        held.append(watch.request(core.layout.slot(name).model, 40.0, "request of a model with one GPU"))  # type: ignore[union-attr]
+        held.append(watch.request(core.layout.slot(name).model, 40.0, "request of a model with one GPU"))
     watch.tell("drains end", lambda: core.time_passed(80.0))
     for at in range(3):
         watch.report(90.0 + at)
@@ -129,7 +127,7 @@ def watch_any(config: Config) -> dict[str, float]:
     held[-1] = watch.request(held[-1].model, 125.0, "another request")
     for number, ticket in enumerate(held[: 2 * models]):
         if ticket.backend:
-            watch.tell("release", lambda t=ticket, at=126.0 + number / 100: core.released(t, at))  # type: ignore[misc]
+            watch.tell("release", lambda t=ticket, at=126.0 + number / 100: core.released(t, at))
     watch.tell("drains end", lambda: core.time_passed(140.0))
     for at in range(4):
         watch.report(150.0 + at)
@@ -187,7 +185,7 @@ def multiplexer(config: Config) -> tuple[Multiplexer, WatchedClock]:
 def made(config: Config, clock: Clock) -> Multiplexer:
     return Multiplexer(
         config, None, log=lambda event: None, log_leases=False, clock=clock, costs=learned(config)
-    )  # type: ignore[arg-type]
+    )
 
 
 def learned(config: Config) -> list[Cost]:

@@ -17,8 +17,6 @@ answer, unless it says that answers make no difference to it.
 Nothing here passes or fails: a missed target is a finding, not an error.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -30,8 +30,6 @@ and its like, and the drains of instances have no end. Moments of random instanc
 of 2**-10 s, so that sums of them are exact.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from bisect import bisect_left, bisect_right

@@ -5,8 +5,6 @@ pauses between them; answers and loads are lognormal. By ``TUNED`` the figures o
 chosen (and checked on seeds 3 to 8); by ``HELD_OUT`` nothing was: its figures stand in docs/design.md.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

@@ -1,12 +1,9 @@
 """What `bin/bench peers` computes of what clients saw, and what clients do; in virtual time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from configparser import ConfigParser
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +39,7 @@ def answers(scenario: str, times: Times, *words: str) -> tuple[list[PlayedAnswer
     return found, measured(scenario, made, found, given.seconds)
 
 
-def test_clients_ask_again_until_the_time_is_over_and_who_waits_then_is_followed_to_the_end() -> None:
+def test_clients_ask_again_until_the_time_is_over_and_who_waits_then_is_followed_to_the_end():
     _, row = answers("2+1", lambda request: (1.0, 2.0) if request.model == "a" else (20.0, 2.0))
     waits = [1.0] * 8 + [20.0]
     assert row == {
@@ -59,24 +56,24 @@ def test_clients_ask_again_until_the_time_is_over_and_who_waits_then_is_followed
     }
 
 
-def test_the_worst_served_client_is_put_beside_the_best_served_one() -> None:
+def test_the_worst_served_client_is_put_beside_the_best_served_one():
     _, row = answers("1+1", lambda request: (0.0, 1.0) if request.model == "a" else (1.5, 1.0))
     assert (row["answers"], row["least/most"], row["unserved"]) == (14, pytest.approx(4 / 10), False)
 
 
-def test_clients_of_all_sides_ask_for_answers_as_long_as_the_pace_says() -> None:
+def test_clients_of_all_sides_ask_for_answers_as_long_as_the_pace_says():
     found, _ = answers("3+2+1", lambda _: (0.0, 10.0), "--answer", "3")
     assert sorted(each.session for each in found) == ["a0", "a1", "a2", "b0", "b1", "c0"]
     assert {each.tokens for each in found} == {30}
 
 
-def test_a_swap_is_from_the_end_of_an_answer_to_the_first_token_of_the_other_model() -> None:
+def test_a_swap_is_from_the_end_of_an_answer_to_the_first_token_of_the_other_model():
     found, row = answers("swap", lambda request: (1.5 if request.model == "a" else 0.5, 0.2))
     assert "".join(each.model for each in found) == "babababab"
     assert row == {"swap s": pytest.approx(1.0), "longest s": pytest.approx(1.5), "broken": 0}
 
 
-def test_of_a_long_stream_it_is_told_whether_it_was_finished_and_how_long_the_other_waited() -> None:
+def test_of_a_long_stream_it_is_told_whether_it_was_finished_and_how_long_the_other_waited():
     found, row = answers("stream", lambda request: (0.0, 48.0) if request.model == "a" else (47.0, 2.0))
     assert row == {
         "finished": True,
@@ -90,7 +87,7 @@ def test_of_a_long_stream_it_is_told_whether_it_was_finished_and_how_long_the_ot
     assert (row["finished"], row["broken"]) == (False, 1)
 
 
-def test_what_failed_is_broken_and_waited_for_nothing_that_is_counted() -> None:
+def test_what_failed_is_broken_and_waited_for_nothing_that_is_counted():
     found, _ = answers("1+1", lambda _: (1.0, 1.0))
     failed = replace(found[0], status=502, first=math.nan, session="b0", model="b")
     row = bench_peers.client_figures(["a0", "b0"], [found[1], failed], 10.0)
@@ -98,7 +95,7 @@ def test_what_failed_is_broken_and_waited_for_nothing_that_is_counted() -> None:
     assert row["swaps"] == 0
 
 
-def test_rounds_become_medians_with_the_worst_wait_and_the_sum_of_what_broke() -> None:
+def test_rounds_become_medians_with_the_worst_wait_and_the_sum_of_what_broke():
     common = {"scenario": "4+4", "through": "router"}
     rounds: list[Row] = [
         {**common, "answers": 100, "longest s": 40.0, "unserved": False, "broken": 0},
@@ -119,7 +116,7 @@ def test_rounds_become_medians_with_the_worst_wait_and_the_sum_of_what_broke() -
     assert [each["through"] for each in summary(mixed)] == ["router", "eager"]
 
 
-def test_whoever_starts_a_llama_server_gives_it_the_same_options(tmp_path: Path) -> None:
+def test_whoever_starts_a_llama_server_gives_it_the_same_options(tmp_path):
     engine = Engine(("chroot", "root", "llama-server"), tmp_path, "/m")
     assert engine.route(["a", "b"], 80)[3:] == [
         *("--models-preset", "/m/models.ini", "--models-max", "1", "--host", "127.0.0.1", "--port", "80")
@@ -138,6 +135,6 @@ def test_whoever_starts_a_llama_server_gives_it_the_same_options(tmp_path: Path)
 
 
 @pytest.mark.parametrize("words", [("--only", "4"), ("--only", "4+0"), ("--through", "nginx")])
-def test_a_scenario_or_a_program_that_there_is_not_is_refused(words: tuple[str, str]) -> None:
+def test_a_scenario_or_a_program_that_there_is_not_is_refused(words):
     with pytest.raises(SystemExit):
         options(words)

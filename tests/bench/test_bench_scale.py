@@ -55,7 +55,7 @@ def taken(most: int | None) -> Watch:
     watch.tell("begin", lambda: watch.core.time_passed(0.0))
     for slot in list(watch.core.layout.slots):
         if slot.name.startswith("own."):
-            watch.tell("adopt", lambda name=slot.name: watch.core.adopted(name, 0.0))  # type: ignore[misc]
+            watch.tell("adopt", lambda name=slot.name: watch.core.adopted(name, 0.0))
             watch.request(slot.model, 1.0)
     for n in range(MODELS - 1):
         watch.request(f"any{n}", 2.0 + n)
@@ -63,9 +63,7 @@ def taken(most: int | None) -> Watch:
 
 
 @pytest.mark.parametrize("most", [1, None])
-def test_a_load_is_decided_by_some_looks_at_each_backend_also_when_all_gpus_are_taken_and_others_wait(
-    most: int | None,
-) -> None:
+def test_a_load_is_decided_by_some_looks_at_each_backend_also_when_all_gpus_are_taken_and_others_wait(most):
     free = Watch(anywhere(HOSTS, MODELS, most, GPUS))
     assert calls(lambda: free.request("any0", 1.0)) < MANY_CALLS
     assert [*free.steps] == ["any0.h0000.0"]
@@ -77,7 +75,7 @@ def test_a_load_is_decided_by_some_looks_at_each_backend_also_when_all_gpus_are_
     assert ends < MODELS * MANY_CALLS / 2
 
 
-def test_a_lost_host_costs_some_looks_at_each_backend() -> None:
+def test_a_lost_host_costs_some_looks_at_each_backend():
     watch = taken(1)
     assert calls(lambda: watch.core.host_lost("h0003", 30.0)) < 2 * MANY_CALLS
 
@@ -101,13 +99,11 @@ RELOADS: dict[str, Callable[[Config], Config]] = {
 
 @pytest.mark.parametrize("change", RELOADS.values(), ids=RELOADS)
 @pytest.mark.parametrize("config", [many(), anywhere()], ids=["many", "anywhere"])
-def test_a_reload_looks_at_each_backend_some_times_whatever_it_changes(
-    config: Config, change: Callable[[Config], Config]
-) -> None:
+def test_a_reload_looks_at_each_backend_some_times_whatever_it_changes(config, change):
     assert reload(config, change) < 100 * BACKENDS
 
 
-def test_a_lease_costs_the_same_however_many_backends_its_model_may_have() -> None:
+def test_a_lease_costs_the_same_however_many_backends_its_model_may_have():
     def of(config: Config, model: str, *names: str) -> int:
         mux, _ = multiplexer(config)
         mux.facts.adopt(dict.fromkeys(names, "http://127.0.0.1:1"))
@@ -128,11 +124,11 @@ class Ticking(WatchedClock):
         super().__init__()
         self.at, self.pauses = 0.0, 0
 
-    def now(self) -> float:  # type: ignore[override]
+    def now(self) -> float:
         self.at += HOLD_SECONDS / 50
         return self.at
 
-    def latch(self) -> Ticking:  # type: ignore[override]
+    def latch(self) -> Ticking:
         return self
 
     def wait(self, seconds: float) -> bool:
@@ -142,9 +138,9 @@ class Ticking(WatchedClock):
         return False
 
 
-def test_status_lets_go_of_the_lock_now_and_then_and_misses_nothing() -> None:
+def test_status_lets_go_of_the_lock_now_and_then_and_misses_nothing():
     config, clock = anywhere(HOSTS, MODELS, gpus=GPUS), Ticking()
-    mux = Multiplexer(config, None, log=lambda event: None, clock=clock)  # type: ignore[arg-type]
+    mux = Multiplexer(config, None, log=lambda event: None, clock=clock)
     status = mux.overview.status()
     assert {model.model for model in status.models} == {backend.model for backend in config.backends}
     assert [gpu.gpu for gpu in status.gpus] == [gpu.name for gpu in config.gpus]
@@ -156,7 +152,7 @@ def test_status_lets_go_of_the_lock_now_and_then_and_misses_nothing() -> None:
     assert clock.pauses >= before
 
 
-def test_an_hour_of_requests_for_many_hosts_breaks_no_invariant() -> None:
+def test_an_hour_of_requests_for_many_hosts_breaks_no_invariant():
     config = many()
     log = simulate(config, list(hour(config, 2000)))
     assert check(log, config) == []

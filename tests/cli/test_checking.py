@@ -1,7 +1,5 @@
 """`check` and `config`: what compose files come to."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -24,12 +22,12 @@ from anvil_mux.host import cuda_checkpoint
 from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.serve.files import Known, LearnedFile
 from anvil_mux.state import state_folder
-from tests.cli.demo import PROJECT, ROOT, Cli, cli, compose, mux, url
+from tests.cli.demo import PROJECT, ROOT, cli, compose, mux, url
 
 __all__ = ["cli", "mux", "url"]
 
 
-def test_check_lists_what_will_be_served(tmp_path: Path, cli: Cli) -> None:
+def test_check_lists_what_will_be_served(tmp_path, cli):
     seen = cli("check", compose(tmp_path))
     assert [line.split() for line in seen.out.splitlines()] == [
         ["MODEL", "BACKEND", "ENGINE", "GPUS", "VRAM", "PORT"],
@@ -39,7 +37,7 @@ def test_check_lists_what_will_be_served(tmp_path: Path, cli: Cli) -> None:
     assert "2 backends, 0 warnings; will listen on 127.0.0.1:9292" in seen.err
 
 
-def test_check_names_hosts_where_there_are_several(tmp_path: Path, cli: Cli) -> None:
+def test_check_names_hosts_where_there_are_several(tmp_path, cli):
     file = tmp_path / "compose.yaml"
     file.write_text("""
         x-anvil: {runtime: process, gpus: ["0"], machines: {h: {gpus: ["0", "1"]}}}
@@ -61,7 +59,7 @@ def test_check_names_hosts_where_there_are_several(tmp_path: Path, cli: Cli) -> 
     assert (seen["gpus"], seen["machines"]) == ({"0": {}}, {"h": {"gpus": {"0": {}, "1": {}}}})
 
 
-def test_check_names_presets_where_there_are_some(tmp_path: Path, cli: Cli) -> None:
+def test_check_names_presets_where_there_are_some(tmp_path, cli):
     file = tmp_path / "compose.yaml"
     file.write_text("""
         x-anvil: {runtime: process}
@@ -75,7 +73,7 @@ def test_check_names_presets_where_there_are_some(tmp_path: Path, cli: Cli) -> N
     assert [model["presets"] for model in seen["models"]] == [["fast", "law"], []]
 
 
-def test_check_names_the_disk_space_for_prompts_where_there_is_some(tmp_path: Path, cli: Cli) -> None:
+def test_check_names_the_disk_space_for_prompts_where_there_is_some(tmp_path, cli):
     file = tmp_path / "compose.yaml"
     command = "[llama-server, -m, /m/a.gguf, -np, '2', --slot-save-path, /prompts]"
     file.write_text(f"""
@@ -88,7 +86,7 @@ def test_check_names_the_disk_space_for_prompts_where_there_is_some(tmp_path: Pa
     assert (head[-1], first[-2:]) == ("PROMPT_CACHE", ["4.0", "GiB"])
 
 
-def test_check_names_the_lengths_of_queues_where_one_has_its_own(tmp_path: Path, cli: Cli) -> None:
+def test_check_names_the_lengths_of_queues_where_one_has_its_own(tmp_path, cli):
     file = tmp_path / "compose.yaml"
     services = "{a: {command: [x], x-anvil: {max_queue: 7}}, b: {command: [x], x-anvil: {}}}"
     file.write_text(f"x-anvil: {{runtime: process}}\nservices: {services}")
@@ -96,13 +94,13 @@ def test_check_names_the_lengths_of_queues_where_one_has_its_own(tmp_path: Path,
     assert [each["max_queue"] for each in told] == ["7", ""]
 
 
-def test_check_in_json_has_the_same(tmp_path: Path, cli: Cli) -> None:
+def test_check_in_json_has_the_same(tmp_path, cli):
     seen = cli.json("check", compose(tmp_path))
     assert [(model["model"], model["gpus"]) for model in seen["models"]] == [("a", ["0"]), ("b", ["0"])]
     assert seen["problems"] == []
 
 
-def test_check_names_every_problem_and_exits_with_78(tmp_path: Path, cli: Cli) -> None:
+def test_check_names_every_problem_and_exits_with_78(tmp_path, cli):
     file = compose(tmp_path, polici="eager", drain_timeout="soon")
     seen = cli("check", file, code=78)
     assert seen.out == ""
@@ -112,9 +110,7 @@ def test_check_names_every_problem_and_exits_with_78(tmp_path: Path, cli: Cli) -
 
 
 @pytest.mark.parametrize("command", ["check", "serve"])
-def test_keys_and_certificates_that_cannot_be_used_are_problems(
-    tmp_path: Path, cli: Cli, command: str
-) -> None:
+def test_keys_and_certificates_that_cannot_be_used_are_problems(tmp_path, cli, command):
     (tmp_path / "keys.txt").write_text("short\n")
     file = compose(tmp_path, key_file="keys.txt", tls_cert="none.pem", tls_key="none.pem")
     said = cli(command, str(file), code=78).err
@@ -122,15 +118,13 @@ def test_keys_and_certificates_that_cannot_be_used_are_problems(
     assert "none.pem cannot be used: No such file" in said
 
 
-def test_check_warns_of_an_address_that_serve_would_refuse(tmp_path: Path, cli: Cli) -> None:
+def test_check_warns_of_an_address_that_serve_would_refuse(tmp_path, cli):
     file = compose(tmp_path, listen="0.0.0.0:9292")
     (warning,) = cli.json("check", file)["warnings"]
     assert warning.startswith("listen: 0.0.0.0 can be reached by others")
 
 
-def test_check_warns_of_a_load_that_has_taken_longer_than_requests_may_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
+def test_check_warns_of_a_load_that_has_taken_longer_than_requests_may_wait(tmp_path, monkeypatch, cli):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     file = compose(tmp_path, "a", "b", project="waits", queue_timeout=650)
     folder = state_folder("waits", os.environ)
@@ -141,9 +135,7 @@ def test_check_warns_of_a_load_that_has_taken_longer_than_requests_may_wait(
     assert warning.startswith("the load of a has taken 651 s, and queue_timeout is 650 s")
 
 
-def test_check_names_the_memory_to_declare_for_a_model_that_shares_its_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
+def test_check_names_the_memory_to_declare_for_a_model_that_shares_its_gpu(tmp_path, monkeypatch, cli):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     file = compose(tmp_path, "a", "b", project="hints")
     held = {name: {"0": amount} for name, amount in (("a", (18 << 30) + 1), ("b", 1 << 30))}
@@ -158,9 +150,7 @@ def test_check_names_the_memory_to_declare_for_a_model_that_shares_its_gpu(
 
 
 @pytest.mark.parametrize("command", ["check", "serve"])
-def test_a_checkpoint_that_this_machine_cannot_do_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli, command: str
-) -> None:
+def test_a_checkpoint_that_this_machine_cannot_do_is_refused(tmp_path, monkeypatch, cli, command):
     monkeypatch.setattr(cuda_checkpoint.Checkpointer, "why_not", lambda *_, **__: "needs NVIDIA driver 570")
     file = tmp_path / "compose.yaml"
     service = {"command": "x", "x-anvil": {"gpus": ["0"], "evict_to": ["checkpoint", "stop"]}}
@@ -193,7 +183,7 @@ def public() -> Iterator[Path]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes somebody else")
-def test_check_names_the_rights_that_a_checkpoint_lacks(public: Path) -> None:
+def test_check_names_the_rights_that_a_checkpoint_lacks(public):
     rest = {"gpus": ["0"], "evict_to": ["checkpoint", "stop"]}
     service = {"image": "x", "ports": ["127.0.0.1::80"], "x-anvil": rest}
     services = {"theirs": service, "ours": {**service, "user": "65534:65534"}}
@@ -215,9 +205,7 @@ def test_check_names_the_rights_that_a_checkpoint_lacks(public: Path) -> None:
     assert away.startswith("no container can be started, and images were not looked for: ")
 
 
-def test_check_does_not_ask_docker_for_models_that_are_served_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_does_not_ask_docker_for_models_that_are_served_elsewhere(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none")
     file = tmp_path / "compose.yaml"
     there = {"image": "scratch", "profiles": ["elsewhere"], "x-anvil": {"url": "http://127.0.0.1:1"}}
@@ -228,7 +216,7 @@ def test_check_does_not_ask_docker_for_models_that_are_served_elsewhere(
     assert "images" not in told
 
 
-def test_a_compose_file_is_found_upward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+def test_a_compose_file_is_found_upward(tmp_path, monkeypatch, cli):
     compose(tmp_path, "only")
     inner = tmp_path / "some" / "where"
     inner.mkdir(parents=True)
@@ -236,9 +224,7 @@ def test_a_compose_file_is_found_upward(tmp_path: Path, monkeypatch: pytest.Monk
     assert "only" in cli("check").out
 
 
-def test_config_says_where_each_value_comes_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
+def test_config_says_where_each_value_comes_from(tmp_path, monkeypatch, cli):
     file = compose(tmp_path, max_wait=7)
     monkeypatch.setenv("ANVIL_QUEUE_TIMEOUT", "90")
     seen: dict[str, dict[str, Any]] = cli.json("config", "--show-origin", file)
@@ -249,28 +235,28 @@ def test_config_says_where_each_value_comes_from(
     assert ["max_wait", "7.0"] in [line.split() for line in cli("config", file).out.splitlines()]
 
 
-def test_config_shows_no_password_of_a_store(tmp_path: Path, cli: Cli) -> None:
+def test_config_shows_no_password_of_a_store(tmp_path, cli):
     file = compose(tmp_path, routing={"store": "redis://:secret@10.0.0.1/3"})
     shown = cli("config", file).out
     assert "redis://***@10.0.0.1/3" in shown
     assert "secret" not in shown
 
 
-def test_config_documents_every_setting(cli: Cli) -> None:
+def test_config_documents_every_setting(cli):
     rows = [line for line in cli("config", "--docs").out.splitlines() if line.startswith("| `")]
     assert [row.split("`")[1] for row in rows] == [*SETTINGS, *SERVICE_SETTINGS]
     assert all(row.replace("\\|", "").count("|") == 5 for row in rows)
 
 
 @pytest.mark.parametrize("command", ["serve", "check"])
-def test_a_cluster_needs_ray(command: str, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+def test_a_cluster_needs_ray(command, monkeypatch, cli):
     monkeypatch.setattr(importlib.util, "find_spec", {}.get)
     assert cli(command, "compose.yaml", "--cluster", "head:6379", code=1).err == (
         "anvil-mux: error: --cluster needs Ray: pip install 'anvil-mux[ray]' (bin/anvil-mux brings it)\n"
     )
 
 
-def test_engines_that_whoever_reaches_them_may_steer_are_named_with_where_that_is() -> None:
+def test_engines_that_whoever_reaches_them_may_steer_are_named_with_where_that_is():
     dev = Service(environment=(("VLLM_SERVER_DEV_MODE", "1"),))
     steered = [Backend(f"m.{host}", "m", host=host, engine="vllm", service=dev) for host in ("b", "c")]
     others = (Backend("n.b", "n", host="b", engine="vllm"), Backend("o.b", "o", host="b", service=dev))
@@ -286,7 +272,7 @@ def test_engines_that_whoever_reaches_them_may_steer_are_named_with_where_that_i
     )
 
 
-def test_check_warns_of_a_key_that_may_do_more_than_its_line_seems_to_say(tmp_path: Path, cli: Cli) -> None:
+def test_check_warns_of_a_key_that_may_do_more_than_its_line_seems_to_say(tmp_path, cli):
     keys = tmp_path / "keys.txt"
     file = compose(tmp_path, key_file="keys.txt")
     keys.write_text("the-first-key name=me\n")
@@ -298,13 +284,13 @@ def test_check_warns_of_a_key_that_may_do_more_than_its_line_seems_to_say(tmp_pa
     assert "the-key-of-alice" not in told
 
 
-def test_config_shows_hooks_as_the_file_has_them(tmp_path: Path, cli: Cli) -> None:
+def test_config_shows_hooks_as_the_file_has_them(tmp_path, cli):
     file = compose(tmp_path, hooks=[{"on": "failed", "url": "http://x/y"}])
     shown = cli.json("config", file)
     assert shown["hooks"] == [{"on": ["failed"], "url": "http://x/y", "timeout": 10.0}]
 
 
-def test_check_shows_who_stays_and_who_comes_back(tmp_path: Path, cli: Cli) -> None:
+def test_check_shows_who_stays_and_who_comes_back(tmp_path, cli):
     file = tmp_path / "compose.yaml"
     file.write_text("""
         x-anvil: {runtime: process, gpus: ["0"], any_of: {any: [b, a], warm: {models: [a], swap: never}}}

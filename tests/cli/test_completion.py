@@ -1,17 +1,13 @@
 """What shells are told knows every command and its options."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from anvil_mux.cli import main as cli
 from tests.cli.demo import mux  # noqa: F401 (a fixture)
-from tests.running import Running
 
 GUARD = 60.0
 
@@ -32,7 +28,7 @@ def complete(text: str, *words: str, path: str = os.environ["PATH"]) -> list[str
     return done.stdout.split()
 
 
-def test_bash_completes_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_completes_commands_and_options(capsys):
     text = script("bash", capsys)
     assert set(complete(text, "anvil-mux", "")) == set(cli.COMMANDS)
     assert complete(text, "anvil-mux", "ev") == ["events"]
@@ -41,10 +37,10 @@ def test_bash_completes_commands_and_options(capsys: pytest.CaptureFixture[str])
 
 
 def test_bash_completes_the_models_of_a_running_anvil_mux(
-    mux: Running,  # noqa: F811
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    mux,  # noqa: F811
+    tmp_path,
+    capsys,
+):
     assert cli.main(["completion", "--models", "--url", f"http://127.0.0.1:{mux.port}"]) == 0
     assert capsys.readouterr().out == "a\nb\n"
     program = tmp_path / "anvil-mux"
@@ -56,7 +52,7 @@ def test_bash_completes_the_models_of_a_running_anvil_mux(
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_get_a_script_that_they_can_read(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_shells_get_a_script_that_they_can_read(shell, capsys):
     text = script(shell, capsys)
     assert all(command in text for command in cli.COMMANDS)
     if shutil.which(shell):
@@ -64,7 +60,7 @@ def test_other_shells_get_a_script_that_they_can_read(shell: str, capsys: pytest
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_shell_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shell_must_be_named(capsys):
     with pytest.raises(SystemExit):
         cli.main(["completion"])
     assert "say for which shell: bash, zsh, fish" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """The demo's stand-in engine, as a client and as anvil-mux sees it."""
 
-from __future__ import annotations
-
 import base64
 import http.client
 import json
@@ -98,7 +96,7 @@ def test_it_serves_on_though_what_it_prints_can_be_written_nowhere(make):
     assert [engine.ask("GET", "/v1/models")[0] for _ in range(2)] == [200, 200]
 
 
-def test_it_listens_at_once_and_is_not_ready_while_it_loads(make: Callable[..., Engine]) -> None:
+def test_it_listens_at_once_and_is_not_ready_while_it_loads(make):
     loading = make("--load-seconds", "1000")
     assert loading.ask("GET", "/health")[0] == 503
     status, answer = loading.ask("POST", "/v1/chat/completions", SAY)
@@ -106,7 +104,7 @@ def test_it_listens_at_once_and_is_not_ready_while_it_loads(make: Callable[..., 
     assert json.loads(answer)["error"]["code"] == "loading"
 
 
-def test_it_is_ready_when_its_load_time_has_passed(make: Callable[..., Engine]) -> None:
+def test_it_is_ready_when_its_load_time_has_passed(make):
     loading = make("--load-seconds", "0.2")
     connection = loading.connect()
     seen = set()
@@ -119,7 +117,7 @@ def test_it_is_ready_when_its_load_time_has_passed(make: Callable[..., Engine]) 
     assert seen <= {200, 503}
 
 
-def test_sigterm_ends_it_cleanly_even_while_it_streams(make: Callable[..., Engine]) -> None:
+def test_sigterm_ends_it_cleanly_even_while_it_streams(make):
     slow = make("--load-seconds", "0", "--tokens-per-second", "0.001")
     connection = slow.connect()
     connection.request("POST", "/v1/chat/completions", json.dumps({**SAY, "stream": True}))
@@ -128,9 +126,7 @@ def test_sigterm_ends_it_cleanly_even_while_it_streams(make: Callable[..., Engin
     connection.close()
 
 
-def test_its_port_can_come_from_the_environment(
-    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_port_can_come_from_the_environment(make, monkeypatch):
     with socket.socket() as held:
         # Bound and not listening: engines may reuse the address, nobody else is given the port.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -140,13 +136,13 @@ def test_its_port_can_come_from_the_environment(
         assert make("--load-seconds", "0", port="").port == port
 
 
-def test_models_lists_its_one_model(engine: Engine) -> None:
+def test_models_lists_its_one_model(engine):
     status, answer = engine.ask("GET", "/v1/models")
     assert status == 200
     assert [model["id"] for model in json.loads(answer)["data"]] == ["m"]
 
 
-def test_a_chat_answer_names_the_model_and_what_was_said(engine: Engine) -> None:
+def test_a_chat_answer_names_the_model_and_what_was_said(engine):
     answer = engine.post("/v1/chat/completions", {"model": "m", **SAY})
     (choice,) = answer["choices"]
     assert choice["message"] == {"role": "assistant", "content": "This is m. You said: Hello there"}
@@ -154,7 +150,7 @@ def test_a_chat_answer_names_the_model_and_what_was_said(engine: Engine) -> None
     assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 7, "total_tokens": 9}
 
 
-def test_parts_of_a_message_are_read(engine: Engine) -> None:
+def test_parts_of_a_message_are_read(engine):
     parts = [{"type": "text", "text": "one"}, {"type": "image_url"}, {"type": "text", "text": "two"}]
     answer = engine.post("/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]})
     assert answer["choices"][0]["message"]["content"].split()[-3:] == ["said:", "one", "two"]
@@ -162,7 +158,7 @@ def test_parts_of_a_message_are_read(engine: Engine) -> None:
 
 @pytest.mark.parametrize("key", ["max_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("count", [1, 7, 40])
-def test_an_answer_is_as_long_as_max_tokens(engine: Engine, key: str, count: int) -> None:
+def test_an_answer_is_as_long_as_max_tokens(engine, key, count):
     body = {**SAY, key: count, "stream_options": {"include_usage": True}}
     answer = engine.post("/v1/chat/completions", body)
     *words, last, usage = chunks(engine.stream("/v1/chat/completions", body))
@@ -171,7 +167,7 @@ def test_an_answer_is_as_long_as_max_tokens(engine: Engine, key: str, count: int
     assert last["choices"][0]["finish_reason"] == ("stop" if count == 7 else "length")
 
 
-def test_a_chat_stream_says_the_same_in_pieces(engine: Engine) -> None:
+def test_a_chat_stream_says_the_same_in_pieces(engine):
     found = chunks(engine.stream("/v1/chat/completions", SAY))
     deltas = [chunk["choices"][0]["delta"] for chunk in found]
     assert deltas[0]["role"] == "assistant"
@@ -181,14 +177,14 @@ def test_a_chat_stream_says_the_same_in_pieces(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("options", ["x", 1, [], {}, None])
-def test_options_of_a_stream_that_say_nothing_are_passed_over(engine: Engine, options: object) -> None:
+def test_options_of_a_stream_that_say_nothing_are_passed_over(engine, options):
     asked = {**SAY, "stream": True, "max_tokens": 1, "stream_options": options}
     status, answer = engine.ask("POST", "/v1/chat/completions", asked)
     assert (status, answer.endswith(b"data: [DONE]\n\n")) == (200, True)
     assert b'"usage"' not in answer
 
 
-def test_completions_speak_plain_and_streamed(engine: Engine) -> None:
+def test_completions_speak_plain_and_streamed(engine):
     answer = engine.post("/v1/completions", {"prompt": "Hi"})
     assert answer["choices"][0]["text"] == "This is m. You said: Hi"
     found = chunks(
@@ -198,14 +194,14 @@ def test_completions_speak_plain_and_streamed(engine: Engine) -> None:
     assert (found[-1]["choices"], found[-1]["usage"]["total_tokens"]) == ([], 7)
 
 
-def test_messages_answer_in_anthropics_shape(engine: Engine) -> None:
+def test_messages_answer_in_anthropics_shape(engine):
     answer = engine.post("/v1/messages", {"model": "m", "max_tokens": 3, **SAY})
     assert (answer["type"], answer["role"], answer["stop_reason"]) == ("message", "assistant", "max_tokens")
     assert answer["content"] == [{"type": "text", "text": "This is m. "}]
     assert answer["usage"] == {"input_tokens": 2, "output_tokens": 3}
 
 
-def test_messages_stream_anthropics_events(engine: Engine) -> None:
+def test_messages_stream_anthropics_events(engine):
     events = engine.stream("/v1/messages", {"max_tokens": 3, **SAY})
     names, bodies = zip(*(event.split("\n") for event in events), strict=True)
     found = [json.loads(body.removeprefix("data: ")) for body in bodies]
@@ -218,7 +214,7 @@ def test_messages_stream_anthropics_events(engine: Engine) -> None:
     assert found[-2]["usage"] == {"output_tokens": 3}
 
 
-def test_embeddings_are_the_same_for_the_same_text_in_both_formats(engine: Engine) -> None:
+def test_embeddings_are_the_same_for_the_same_text_in_both_formats(engine):
     body = {"input": ["one", "two", "one"]}
     one, two, again = [each["embedding"] for each in engine.post("/v1/embeddings", body)["data"]]
     assert one == again != two
@@ -238,20 +234,20 @@ def test_embeddings_are_the_same_for_the_same_text_in_both_formats(engine: Engin
         ("/nothing", b"{}", 404, "not_found"),
     ],
 )
-def test_errors_have_openais_shape(engine: Engine, path: str, raw: bytes, status: int, code: str) -> None:
+def test_errors_have_openais_shape(engine, path, raw, status, code):
     found, answer = engine.ask("POST", path, raw=raw)
     error = json.loads(answer)["error"]
     assert (found, error["code"]) == (status, code)
     assert set(error) == {"message", "type", "code", "param"}
 
 
-def test_errors_of_messages_have_anthropics_shape(engine: Engine) -> None:
+def test_errors_of_messages_have_anthropics_shape(engine):
     _, answer = engine.ask("POST", "/v1/messages", raw=b"{}")
     found = json.loads(answer)
     assert (found["type"], found["error"]["type"]) == ("error", "invalid_request_error")
 
 
-def test_a_connection_serves_many_requests_errors_and_chunked_bodies_included(engine: Engine) -> None:
+def test_a_connection_serves_many_requests_errors_and_chunked_bodies_included(engine):
     connection = engine.connect()
     connection.connect()
     first = connection.sock
@@ -265,7 +261,7 @@ def test_a_connection_serves_many_requests_errors_and_chunked_bodies_included(en
     connection.close()
 
 
-def test_the_openai_client_understands_it(engine: Engine) -> None:
+def test_the_openai_client_understands_it(engine):
     openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=f"http://127.0.0.1:{engine.port}/v1", api_key="-", max_retries=0) as client:
         messages = SAY["messages"]
@@ -291,12 +287,12 @@ def says(engine: Engine) -> str:
     return str(engine.post("/v1/chat/completions", SAY)["choices"][0]["message"]["content"])
 
 
-def test_without_sleep_mode_it_has_no_such_routes(engine: Engine) -> None:
+def test_without_sleep_mode_it_has_no_such_routes(engine):
     assert engine.ask("GET", "/is_sleeping")[0] == 404
     assert engine.ask("POST", "/sleep?level=1")[0] == 404
 
 
-def test_it_is_healthy_while_it_sleeps_and_says_so_only_when_asked(sleeper: Engine) -> None:
+def test_it_is_healthy_while_it_sleeps_and_says_so_only_when_asked(sleeper):
     assert sleeper.ask("POST", "/sleep?level=1") == (200, b"")
     assert sleeper.ask("GET", "/health")[0] == sleeper.ask("GET", "/v1/models")[0] == 200
     assert json.loads(sleeper.ask("GET", "/is_sleeping")[1]) == {"is_sleeping": True}
@@ -305,7 +301,7 @@ def test_it_is_healthy_while_it_sleeps_and_says_so_only_when_asked(sleeper: Engi
     assert says(sleeper).startswith("This is m.")
 
 
-def test_a_request_hangs_until_it_is_woken(sleeper: Engine) -> None:
+def test_a_request_hangs_until_it_is_woken(sleeper):
     sleeper.ask("POST", "/sleep")
     connection = sleeper.connect()
     connection.request("POST", "/v1/chat/completions", json.dumps(SAY))
@@ -315,7 +311,7 @@ def test_a_request_hangs_until_it_is_woken(sleeper: Engine) -> None:
 
 
 @pytest.mark.parametrize("reload", [True, False])
-def test_from_level_two_it_needs_its_weights_again(sleeper: Engine, reload: bool) -> None:
+def test_from_level_two_it_needs_its_weights_again(sleeper, reload):
     sleeper.ask("POST", "/sleep?level=2")
     sleeper.ask("POST", "/wake_up?tags=weights")
     assert json.loads(sleeper.ask("GET", "/is_sleeping")[1]) == {"is_sleeping": True}
@@ -325,5 +321,5 @@ def test_from_level_two_it_needs_its_weights_again(sleeper: Engine, reload: bool
     assert says(sleeper) == ("This is m. You said: Hello there" if reload else "!!!!")
 
 
-def test_it_cannot_be_woken_twice(sleeper: Engine) -> None:
+def test_it_cannot_be_woken_twice(sleeper):
     assert sleeper.ask("POST", "/wake_up")[0] == 500

@@ -1,7 +1,5 @@
 """What ``check`` says of the GPUs of this machine."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
@@ -28,9 +26,7 @@ def machine(tree: str, folder: Path, monkeypatch: pytest.MonkeyPatch, nvidias: G
     monkeypatch.setattr(gpus, "clients", lambda *_: clients(proc))
 
 
-def test_check_says_what_was_found_of_each_vendor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_says_what_was_found_of_each_vendor(tmp_path, monkeypatch, capsys):
     machine("arc", tmp_path, monkeypatch, gpus.nvidia_gpus(Nvml()))
     assert main(["check", str(compose(tmp_path))]) == 0
     said = capsys.readouterr().err
@@ -47,9 +43,7 @@ def test_check_says_what_was_found_of_each_vendor(
     assert [each["total"] for each in found["Intel"]["gpus"]] == [32 * GIB, 12 * GIB, None]
 
 
-def test_check_says_why_it_finds_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_says_why_it_finds_none(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpus, "nvidia_gpus", lambda **_: Gpus(why_none="NVML: no driver"))
     monkeypatch.setattr(gpus, "amd_intel_gpus", lambda **_: Gpus(why_none="no card"))
     assert main(["check", str(compose(tmp_path))]) == 0
@@ -58,9 +52,7 @@ def test_check_says_why_it_finds_none(
     )
 
 
-def test_check_gives_a_service_the_gpus_that_its_device_files_belong_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_gives_a_service_the_gpus_that_its_device_files_belong_to(tmp_path, monkeypatch, capsys):
     machine("radeon", tmp_path, monkeypatch, Gpus(why_none="none"))
     file = tmp_path / "compose.yaml"
     file.write_text(

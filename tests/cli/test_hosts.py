@@ -1,7 +1,5 @@
 """What the commands say of hosts, as one that asks a running anvil-mux sees it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -21,7 +19,7 @@ def rig(make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> Rig:
     return rig
 
 
-def test_ps_says_where_a_model_is(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ps_says_where_a_model_is(rig, capsys):
     rig.mux.tell(rig.mux.scheduler.host_drained, "h1", drained=True)
     assert main(["ps"]) == 0
     shown = capsys.readouterr()
@@ -31,7 +29,7 @@ def test_ps_says_where_a_model_is(rig: Rig, capsys: pytest.CaptureFixture[str]) 
     assert "warning: host h1: drained\n" in shown.err
 
 
-def test_why_sums_up_where_a_model_may_run(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_sums_up_where_a_model_may_run(rig, capsys):
     rig.mux.tell(rig.mux.scheduler.host_drained, "h1", drained=True)
     assert main(["why", "m", "--explain"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -46,9 +44,7 @@ def test_why_sums_up_where_a_model_may_run(rig: Rig, capsys: pytest.CaptureFixtu
     assert lines[-1] == "and 12 that are stopped"
 
 
-def test_of_several_anvil_mux_one_is_named_before_or_after_what_is_asked_of_a_host(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_several_anvil_mux_one_is_named_before_or_after_what_is_asked_of_a_host(rig, monkeypatch):
     url = "http://{}:{}".format(*rig.address)
     monkeypatch.setenv("ANVIL_URL", "http://127.0.0.1:1")
     assert main(["hosts", "--url", url, "drain", "h1"]) == 0

@@ -1,7 +1,5 @@
 """The commands as a user calls them: what they are, how they end, which anvil-mux they mean."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -15,8 +13,7 @@ import pytest
 from anvil_mux import __version__
 from anvil_mux.cli import arguments
 from anvil_mux.cli.main import COMMANDS, EXIT_CODES, VARIABLES, main
-from tests.cli.demo import TIMEOUT, Cli, cli, mux, state, url
-from tests.running import Running
+from tests.cli.demo import TIMEOUT, cli, mux, state, url
 
 __all__ = ["cli", "mux", "state", "url"]
 
@@ -26,13 +23,7 @@ __all__ = ["cli", "mux", "state", "url"]
     [("a1b2c3d", " (a1b2c3d)", "a1b2c3d"), ("", "", None)],
     ids=["known", "unknown"],
 )
-def test_version_says_the_version_and_the_commit(
-    known: str,
-    shown: str,
-    told: str | None,
-    cli: Cli,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_version_says_the_version_and_the_commit(known, shown, told, cli, monkeypatch):
     monkeypatch.setattr("anvil_mux.cli.main.commit", lambda: known)
     for word in ("version", "--version"):
         assert cli(word).out == f"anvil-mux {__version__}{shown}\n"
@@ -40,9 +31,7 @@ def test_version_says_the_version_and_the_commit(
     assert (found["version"], found["commit"]) == (__version__, told)
 
 
-def test_an_unknown_option_is_answered_with_the_usage_of_its_command(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_unknown_option_is_answered_with_the_usage_of_its_command(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["serve", "--key-file", "keys.txt"])
     assert ended.value.code == 2
@@ -51,7 +40,7 @@ def test_an_unknown_option_is_answered_with_the_usage_of_its_command(
     assert said.endswith("anvil-mux serve: error: unrecognized arguments: --key-file\n")
 
 
-def test_the_demo_has_a_file_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_has_a_file_of_its_own(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["serve", "--demo", "compose.yaml"])
     assert ended.value.code == 2
@@ -61,7 +50,7 @@ def test_the_demo_has_a_file_of_its_own(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     "words", [["ps"], ["load", "a"], ["unload", "a"], ["why", "a"], ["events"], ["top"]], ids=" ".join
 )
-def test_without_an_anvil_mux_the_exit_code_is_3(words: list[str], cli: Cli) -> None:
+def test_without_an_anvil_mux_the_exit_code_is_3(words, cli):
     with socket.socket() as bound:  # and does not listen
         bound.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{bound.getsockname()[1]}"
@@ -75,9 +64,7 @@ def interrupted(given: object) -> int:
 
 
 @pytest.mark.parametrize("code", EXIT_CODES)
-def test_a_command_ends_as_the_table_of_exit_codes_says(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_ends_as_the_table_of_exit_codes_says(code, tmp_path, monkeypatch):
     (tmp_path / "broken.yaml").write_text("services: {a: {image: x, x-anvil: {polcy: eager}}}")
     monkeypatch.setitem(COMMANDS, "version", ("", interrupted, COMMANDS["version"][2]))
     words = {
@@ -95,7 +82,7 @@ def test_a_command_ends_as_the_table_of_exit_codes_says(
     assert ended == code
 
 
-def test_help_tells_of_exit_codes_and_variables(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_tells_of_exit_codes_and_variables(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     told = capsys.readouterr().out
@@ -104,11 +91,11 @@ def test_help_tells_of_exit_codes_and_variables(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1", "http://127.0.0.1:99999", "http://[::1", "http://:80"])
-def test_what_is_no_address_is_told_so(url: str, cli: Cli) -> None:
+def test_what_is_no_address_is_told_so(url, cli):
     assert f"{url} is no address of an anvil-mux" in cli("ps", "--url", url, code=3).err
 
 
-def test_a_reader_that_has_enough_is_no_error() -> None:
+def test_a_reader_that_has_enough_is_no_error():
     command = [sys.executable, "-m", "anvil_mux", "config", "--docs"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout
@@ -118,9 +105,7 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
         assert process.wait(TIMEOUT) == 1
 
 
-def test_commands_find_the_one_that_serves_the_file_at_hand(
-    mux: Running, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
+def test_commands_find_the_one_that_serves_the_file_at_hand(mux, monkeypatch, cli):
     folder = Path(mux.command[4]).parent
     monkeypatch.setenv("XDG_STATE_HOME", str(folder))
     monkeypatch.delenv("ANVIL_URL", raising=False)
@@ -129,17 +114,13 @@ def test_commands_find_the_one_that_serves_the_file_at_hand(
 
 
 @pytest.mark.parametrize(("word", "hint"), [("unlaod", "; did you mean unload?\n"), ("x", "file: x\n")])
-def test_a_word_that_is_no_command_and_no_file_is_wrong_usage(
-    word: str, hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_word_that_is_no_command_and_no_file_is_wrong_usage(word, hint, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([word])
     assert capsys.readouterr().err.endswith(hint)
 
 
-def test_the_address_is_that_of_the_last_file_that_names_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_address_is_that_of_the_last_file_that_names_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for variable in ("ANVIL_URL", "ANVIL_LISTEN", "COMPOSE_FILE"):

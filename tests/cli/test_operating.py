@@ -1,7 +1,5 @@
 """The commands that ask a running anvil-mux."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -17,13 +15,13 @@ import pytest
 from anvil_mux import __version__
 from anvil_mux.cli.main import main
 from anvil_mux.serve import remote
-from tests.cli.demo import TIMEOUT, Cli, cli, compose, eventually, mux, state, url
-from tests.running import Running, serving
+from tests.cli.demo import TIMEOUT, cli, compose, eventually, mux, state, url
+from tests.running import serving
 
 __all__ = ["cli", "mux", "state", "url"]
 
 
-def test_load_waits_until_the_model_is_ready_and_ps_shows_it(url: str, cli: Cli) -> None:
+def test_load_waits_until_the_model_is_ready_and_ps_shows_it(url, cli):
     assert "a is loaded" in cli("load", "a", "--url", url).err
     head, *rows = (line.split() for line in cli("ps", "--url", url).out.splitlines())
     columns = "MODEL STATE SIZE GPU IN FLIGHT WAITING LAST LOAD UNTIL LAST ERROR"
@@ -33,15 +31,13 @@ def test_load_waits_until_the_model_is_ready_and_ps_shows_it(url: str, cli: Cli)
     assert rows[1] == ["b", "stopped", "GPU", "0", "0", "0"]
 
 
-def test_ps_in_json_is_what_healthz_says(url: str, cli: Cli) -> None:
+def test_ps_in_json_is_what_healthz_says(url, cli):
     seen = json.loads(cli("ps", "--json", "--url", url).out)
     assert seen["status"] == "ok"
     assert set(seen["models"]) == {"a", "b"}
 
 
-def test_colours_are_only_for_those_who_can_see_them(
-    url: str, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
+def test_colours_are_only_for_those_who_can_see_them(url, monkeypatch, cli):
     assert main(["load", "a", "--url", url]) == 0
     monkeypatch.setenv("FORCE_COLOR", "1")
     painted = cli("ps", "--url", url).out
@@ -52,13 +48,7 @@ def test_colours_are_only_for_those_who_can_see_them(
     assert painted.replace("\x1b[32m", "").replace("\x1b[0m", "") == plain
 
 
-def test_logs_are_found_without_a_compose_file_at_hand(
-    mux: Running,
-    url: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    cli: Cli,
-) -> None:
+def test_logs_are_found_without_a_compose_file_at_hand(mux, url, tmp_path, monkeypatch, cli):
     monkeypatch.setenv("XDG_STATE_HOME", str(Path(mux.command[4]).parent))
     monkeypatch.setenv("ANVIL_URL", url)
     monkeypatch.chdir(tmp_path)
@@ -74,9 +64,7 @@ def test_logs_are_found_without_a_compose_file_at_hand(
     assert main(["logs", "a"]) == 78
 
 
-def test_logs_of_one_that_runs_elsewhere_are_asked_for(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
+def test_logs_of_one_that_runs_elsewhere_are_asked_for(url, tmp_path, monkeypatch, cli):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # it has told nobody here that it runs
     assert main(["load", "a", "--url", url]) == 0
     assert "a: listens on" in cli("logs", "a", "--url", url).out
@@ -91,9 +79,7 @@ def test_logs_of_one_that_runs_elsewhere_are_asked_for(
     )
 
 
-def test_why_says_what_a_request_would_wait_for(
-    url: str, cli: Cli, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_why_says_what_a_request_would_wait_for(url, cli, capsys):
     assert main(["load", "a", "--url", url]) == 0
     assert main(["why", "a", "--url", url]) == 0
     assert (
@@ -103,7 +89,7 @@ def test_why_says_what_a_request_would_wait_for(
     assert "does not exist" in cli("why", "nope", "--url", url, code=1).err
 
 
-def test_events_tell_what_happened_and_why(url: str, cli: Cli) -> None:
+def test_events_tell_what_happened_and_why(url, cli):
     assert main(["load", "a", "--url", url]) == 0
     cli("load", "b", "--url", url)
 
@@ -122,7 +108,7 @@ heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
 """A shell's background jobs ignore the signal, and their children inherit that."""
 
 
-def test_events_can_be_followed(mux: Running, url: str) -> None:
+def test_events_can_be_followed(mux, url):
     assert main(["load", "a", "--url", url]) == 0
     command = [sys.executable, "-m", "anvil_mux", "events", "-f", "b", "--json", "--url", url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heed) as process:
@@ -136,14 +122,14 @@ def test_events_can_be_followed(mux: Running, url: str) -> None:
         assert process.wait(TIMEOUT) == 130
 
 
-def test_top_draws_one_picture_where_it_is_no_terminal(url: str, cli: Cli) -> None:
+def test_top_draws_one_picture_where_it_is_no_terminal(url, cli):
     assert main(["load", "a", "--url", url]) == 0
     shown = cli("top", "--url", url).out.splitlines()
     assert shown[0].startswith(f"anvil-mux {__version__}: ok, 0 in flight, 0 waiting")
     assert ["GPU", "0", "ready", "a"] in [line.split() for line in shown]
 
 
-def test_top_draws_anew_on_a_terminal_until_it_is_interrupted(mux: Running, url: str) -> None:
+def test_top_draws_anew_on_a_terminal_until_it_is_interrupted(mux, url):
     terminal, its_end = os.openpty()
     command = [sys.executable, "-m", "anvil_mux", "top", "--url", url]
     environment = {**os.environ, "TERM": "xterm"}
@@ -161,9 +147,7 @@ def test_top_draws_anew_on_a_terminal_until_it_is_interrupted(mux: Running, url:
     assert shown.startswith(b"\x1b[H")
 
 
-def test_unload_puts_a_model_out(
-    mux: Running, url: str, cli: Cli, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unload_puts_a_model_out(mux, url, cli, capsys):
     assert main(["load", "a", "--url", url]) == 0
     assert json.loads(cli("unload", "a", "--json", "--url", url).out) == {"model": "a", "success": True}
     assert main(["load", "b", "--url", url]) == 0
@@ -174,9 +158,7 @@ def test_unload_puts_a_model_out(
     )
 
 
-def test_unload_says_that_the_drain_timeout_aborts_requests(
-    mux: Running, url: str, cli: Cli, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unload_says_that_the_drain_timeout_aborts_requests(mux, url, cli, capsys):
     cli("load", "a", "--url", url)
     assert "drain_timeout" in cli("unload", "a", "--url", url).err
     with pytest.raises(SystemExit, match="0"):
@@ -184,7 +166,7 @@ def test_unload_says_that_the_drain_timeout_aborts_requests(
     assert "drain_timeout" in capsys.readouterr().out
 
 
-def test_unload_of_a_model_that_is_loading_ends_its_process(state: Path, cli: Cli) -> None:
+def test_unload_of_a_model_that_is_loading_ends_its_process(state, cli):
     file = compose(state, "a", "b", load_seconds=600)
     with ThreadPoolExecutor(1) as pool, serving(file, state=state) as mux:
         url = f"http://127.0.0.1:{mux.port}"
@@ -199,7 +181,7 @@ def test_unload_of_a_model_that_is_loading_ends_its_process(state: Path, cli: Cl
         assert list(state.glob("**/a.json")) == []  # the record of its process
 
 
-def test_a_pinned_model_stays_until_it_is_unpinned(mux: Running, url: str, cli: Cli) -> None:
+def test_a_pinned_model_stays_until_it_is_unpinned(mux, url, cli):
     assert main(["load", "a", "--url", url]) == 0
     assert "a is pinned until it is unpinned" in cli("pin", "a", "--url", url).err
     status, headers, text = mux.chat("b")
@@ -212,16 +194,14 @@ def test_a_pinned_model_stays_until_it_is_unpinned(mux: Running, url: str, cli: 
     assert mux.chat("b")[0] == 200
 
 
-def test_what_the_server_refuses_is_told_in_its_own_words(url: str, cli: Cli) -> None:
+def test_what_the_server_refuses_is_told_in_its_own_words(url, cli):
     assert (
         "The model `nope` does not exist. Known models: a, b."
         in cli("load", "nope", "--url", url, code=1).err
     )
 
 
-def test_logs_show_what_the_engine_printed(
-    mux: Running, url: str, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
+def test_logs_show_what_the_engine_printed(mux, url, monkeypatch, cli):
     file = mux.command[4]
     monkeypatch.setenv("XDG_STATE_HOME", str(Path(file).parent))
     cli("load", "a", "--url", url)
@@ -234,8 +214,8 @@ def test_logs_show_what_the_engine_printed(
 
 
 def test_logs_are_those_of_the_anvil_mux_that_is_asked_whatever_compose_file_is_at_hand(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli, capsys: pytest.CaptureFixture[str]
-) -> None:
+    url, tmp_path, monkeypatch, cli, capsys
+):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     compose(tmp_path, "a", project="other")
     (tmp_path / "anvil-mux" / "other").mkdir(parents=True)
@@ -249,9 +229,7 @@ def test_logs_are_those_of_the_anvil_mux_that_is_asked_whatever_compose_file_is_
     assert capsys.readouterr().out == "printed by another project's engine\n"
 
 
-def test_what_an_engine_prints_steers_no_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
+def test_what_an_engine_prints_steers_no_terminal(tmp_path, monkeypatch, cli):
     evil = "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x1b[0m \x9b2Jbell\x07 tab\tkept"
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -261,12 +239,12 @@ def test_what_an_engine_prints_steers_no_terminal(
     assert cli("logs", "a", "--file", "compose.yaml").out == "red \ufffd2Jbell\ufffd tab\tkept\n"
 
 
-def test_what_an_engine_says_steers_no_terminal_of_a_command_that_asks() -> None:
+def test_what_an_engine_says_steers_no_terminal_of_a_command_that_asks():
     answer = json.dumps({"models": {"a\x1b[2J": ["\x1b[31mred", {"said": "\x1b]0;owned\x07"}]}}).encode()
     assert remote._answer("", 200, answer, (200,)) == {"models": {"a": ["red", {"said": ""}]}}
 
 
-def test_logs_can_be_followed_until_the_engine_ends(mux: Running, url: str) -> None:
+def test_logs_can_be_followed_until_the_engine_ends(mux, url):
     file = mux.command[4]
     assert main(["load", "a", "--url", url]) == 0
     command = [sys.executable, "-m", "anvil_mux", "logs", "-f", "a", "--file", file]

@@ -1,7 +1,5 @@
 """What a terminal shows: messages in, lines out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -52,9 +50,7 @@ def state(**more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("waiting", "printed"), [(1, "A request for b waits.\n"), (0, "Nobody waits for a model.\n")]
 )
-def test_why_without_a_model_explains_those_that_somebody_waits_for(
-    waiting: int, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_why_without_a_model_explains_those_that_somebody_waits_for(waiting, printed, monkeypatch, capsys):
     def ask(given: object, method: str, path: str, query: Any = None, **how: object) -> dict[str, Any]:
         if path == "/why":
             return {"sentence": f"A request for {query['model']} waits.", "stages": {}}
@@ -67,13 +63,13 @@ def test_why_without_a_model_explains_those_that_somebody_waits_for(
     assert capsys.readouterr().out == printed
 
 
-def test_presets_stand_below_the_models() -> None:
+def test_presets_stand_below_the_models():
     seen = state()
     seen["models"]["a"]["presets"] = ["a-fast", "a-think"]
     assert models_table(seen)[3:] == ["presets of a: a-fast, a-think"]
 
 
-def test_a_queue_with_a_length_of_its_own_is_shown_with_it() -> None:
+def test_a_queue_with_a_length_of_its_own_is_shown_with_it():
     seen = state()
     seen["models"]["b"] |= {"waiting": 3, "max_queue": 8}
     seen["models"]["a"]["waiting"] = 2
@@ -82,14 +78,14 @@ def test_a_queue_with_a_length_of_its_own_is_shown_with_it() -> None:
     assert shown == {"a": "2", "b": "3 of 8"}
 
 
-def test_prompts_on_disk_stand_below_the_models() -> None:
+def test_prompts_on_disk_stand_below_the_models():
     seen = state()
     kept = {"prompts": 2, "tokens": 12345, "size": 3 << 19}
     seen["models"]["b"]["backends"] = {"it": BACKEND, "b-2": {**BACKEND, "kept_prompts": kept}}
     assert models_table(seen)[3:] == ["prompts of b-2 on disk: 2 (12345 tokens, 1.5 MiB)"]
 
 
-def test_a_drain_without_an_end_says_whose_answer_it_waits_for() -> None:
+def test_a_drain_without_an_end_says_whose_answer_it_waits_for():
     answers = [{"model": "a", "request": "id-1", "run_seconds": 750.0}]
     drain = {"target": "b", "leases": 1, "seconds_left": None, "answers": answers}
     models = {"a": {**MODEL, "state": "draining", "leases": 1, "draining": drain}}
@@ -109,7 +105,7 @@ def rows(picture: TopScreen, now: float = 0.0) -> list[list[str]]:
     return [line.split() for line in picture.lines(now)]
 
 
-def test_a_picture_shows_gpus_models_and_lines() -> None:
+def test_a_picture_shows_gpus_models_and_lines():
     picture = TopScreen()
     picture.take("snapshot", state(queued=[{"ticket": 7, "model": "b", "since": 100.0}], events=[]))
     shown = rows(picture, 112.0)
@@ -120,7 +116,7 @@ def test_a_picture_shows_gpus_models_and_lines() -> None:
     assert ["#7", "b", "12", "s"] in shown
 
 
-def test_what_happened_to_a_backend_that_failed_is_shown_in_full_with_its_engines_last_lines() -> None:
+def test_what_happened_to_a_backend_that_failed_is_shown_in_full_with_its_engines_last_lines():
     failed = {"error": "exited with code 139", "log": [f"line {n}" for n in range(9)]}
     models = {"a": {"backends": {"a": {"error": None, "log": []}}}, "b": {"backends": {"b-1": failed}}}
     shown = list(last_lines(models))
@@ -146,7 +142,7 @@ def model(candidates: tuple[int, int], **backends: dict[str, Any]) -> dict[str, 
     return {**MODEL, **told, "host_lost": lost}
 
 
-def test_a_host_that_is_not_here_is_named_with_what_is_loaded_there() -> None:
+def test_a_host_that_is_not_here_is_named_with_what_is_loaded_there():
     models = {
         "m": model((3, 3), m0=on("h2"), m1=on("h1", lost=True), m2=on("h1", "stopped", lost=True)),
         "c": model((1, 1), c=on("h1", lost=True)),
@@ -168,7 +164,7 @@ def test_a_host_that_is_not_here_is_named_with_what_is_loaded_there() -> None:
     assert list(hosts_not_here(state())) == []
 
 
-def test_other_programs_that_hold_a_gpu_are_named_the_largest_first() -> None:
+def test_other_programs_that_hold_a_gpu_are_named_the_largest_first():
     held = [
         {"pid": 1019, "name": "python3", "bytes": 12 << 30, "container": None},
         {"pid": 7, "name": "x", "bytes": None, "container": "c" * 64},
@@ -197,7 +193,7 @@ def test_other_programs_that_hold_a_gpu_are_named_the_largest_first() -> None:
         ),
     ],
 )
-def test_a_row_says_where_a_model_is_or_how_many_hosts_may_have_it(about: dict[str, Any], place: str) -> None:
+def test_a_row_says_where_a_model_is_or_how_many_hosts_may_have_it(about, place):
     seen = state(models={"m": about}, hosts={"h1": HOST})
     head, shown = models_table(seen)
     assert shown[head.index("WHERE") :].startswith(place + " ")
@@ -206,7 +202,7 @@ def test_a_row_says_where_a_model_is_or_how_many_hosts_may_have_it(about: dict[s
     assert head.index("GPU") < head.index("IN FLIGHT") < head.index("WAITING") < head.index("LAST LOAD")
 
 
-def test_of_many_hosts_the_screen_shows_those_that_are_not_here_and_counts_others() -> None:
+def test_of_many_hosts_the_screen_shows_those_that_are_not_here_and_counts_others():
     names = [f"h{number:02}" for number in range(30)]
     gpus = {f"{name}/{gpu}": {**GPU, "host": name} for name in names for gpu in "01"}
     drain = {"target": "b", "leases": 2, "seconds_left": 11.6}
@@ -222,7 +218,7 @@ def test_of_many_hosts_the_screen_shows_those_that_are_not_here_and_counts_other
     assert table[15] == "and 15 more hosts: 30 free"
 
 
-def test_a_gpu_is_shown_with_its_memory_and_what_it_measures() -> None:
+def test_a_gpu_is_shown_with_its_memory_and_what_it_measures():
     sensors = {"utilization": 0.874, "celsius": 61.0, "watts": 213.0}
     told = {"used": 20 << 30, "total": 24 << 30, "sensors": sensors}
     quiet = {"utilization": None, "celsius": 40.0, "watts": None}
@@ -235,17 +231,17 @@ def test_a_gpu_is_shown_with_its_memory_and_what_it_measures() -> None:
     assert second.split() == ["GPU", "amd0", "free", "40", "°C"]
 
 
-def test_a_screen_without_gpus_has_a_table_without_rows() -> None:
+def test_a_screen_without_gpus_has_a_table_without_rows():
     picture = TopScreen()
     picture.take("snapshot", state(gpus={}, events=[]))
     assert "GPU  STATE  RESIDENT  MEMORY  LOAD" in picture.lines(0.0)
 
 
-def test_an_event_names_the_host_of_its_backend() -> None:
+def test_an_event_names_the_host_of_its_backend():
     assert event_line({**event(0), "host": "h1"}).endswith(" a on h1: event 0")
 
 
-def test_a_picture_follows_the_state_and_keeps_the_last_events() -> None:
+def test_a_picture_follows_the_state_and_keeps_the_last_events():
     picture = TopScreen()
     picture.take("snapshot", state(events=[event(0)]))
     for number in range(1, LAST + 3):
@@ -269,15 +265,13 @@ def test_a_picture_follows_the_state_and_keeps_the_last_events() -> None:
         ({"state": "stopped"}, None, ""),
     ],
 )
-def test_a_row_says_what_a_model_takes_and_how_long_it_stays(
-    about: dict[str, Any], seconds: float | None, until: str
-) -> None:
+def test_a_row_says_what_a_model_takes_and_how_long_it_stays(about, seconds, until):
     backends = {"it": {"size": 3 << 29, "unload_seconds": seconds}}
     model = {**MODEL, **about, "backends": backends}
     assert (MODEL_COLUMNS["SIZE"](model), MODEL_COLUMNS["UNTIL"](model)) == ("1.5 GiB", until)
 
 
-def test_colours_take_no_room_in_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colours_take_no_room_in_a_table(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     cell = paint("ready", "32")
     assert (len(cell) > 5, width(cell)) == (True, 5)

@@ -1,7 +1,5 @@
 """`serve` as a user runs it, in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -47,7 +45,7 @@ from tests.running import Running, begin, seen, serve, serving
 __all__ = ["mux", "state", "url"]
 
 
-def test_serve_tells_where_it_is_and_how_to_try_it(mux: Running) -> None:
+def test_serve_tells_where_it_is_and_how_to_try_it(mux):
     curl = mux.tells("^  (curl .*)")[1]
     assert mux.output[0].startswith(f"anvil-mux {__version__} serves http://127.0.0.1:{mux.port}")
     assert any(line.split() == ["a", "openai", "on", "GPU", "0"] for line in mux.output)
@@ -57,21 +55,19 @@ def test_serve_tells_where_it_is_and_how_to_try_it(mux: Running) -> None:
     assert json.loads(done.stdout)["model"] == "a"
 
 
-def test_an_address_that_others_can_reach_must_be_meant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_address_that_others_can_reach_must_be_meant(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert main(["serve", str(compose(tmp_path)), "--host", "0.0.0.0"]) == 78
     assert "--insecure" in capsys.readouterr().err
 
 
-def test_keys_make_an_address_fit_for_others() -> None:
+def test_keys_make_an_address_fit_for_others():
     config = Config((), host="0.0.0.0")
     assert open_address(config, load_keys(None, {"ANVIL_API_KEYS": "some-long-key"})) == ""
     assert "key_file" in open_address(config, Keyring())
 
 
-def test_from_the_root_a_path_is_told_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_the_root_a_path_is_told_whole(tmp_path, monkeypatch):
     file = str(compose(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert short(file) == "compose.yaml"
@@ -79,9 +75,7 @@ def test_from_the_root_a_path_is_told_whole(tmp_path: Path, monkeypatch: pytest.
     assert short(file) == file
 
 
-def test_with_keys_the_commands_show_theirs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_keys_the_commands_show_theirs(tmp_path, capsys, monkeypatch):
     (tmp_path / "keys.txt").write_text("the-first-key name=me\n")
     file = compose(tmp_path, key_file="keys.txt")
     with serving(file, state=tmp_path, environ={"ANVIL_API_KEYS": "the-other-key models=b"}) as running:
@@ -96,15 +90,13 @@ def test_with_keys_the_commands_show_theirs(
         assert "the-first-key" not in "".join(running.output)
 
 
-def test_keys_that_cannot_be_read_are_told_before_anything_is_touched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keys_that_cannot_be_read_are_told_before_anything_is_touched(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert main(["serve", str(compose(tmp_path, key_file="none.txt"))]) == 78
     assert "none.txt cannot be read" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_told_plainly(tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_told_plainly(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = run(compose(tmp_path), "--port", port, state=tmp_path)
@@ -113,7 +105,7 @@ def test_a_port_that_is_taken_is_told_plainly(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_project_is_served_once(mux: Running) -> None:
+def test_a_project_is_served_once(mux):
     file = Path(mux.command[4])
     done = run(file, "--port", "0", state=file.parent)
     assert done.returncode == 1
@@ -132,9 +124,7 @@ with locked(Config(backends=(), project=sys.argv[1])) as lock:
 """
 
 
-def test_a_start_waits_for_what_one_that_was_killed_has_docker_do(
-    state: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_waits_for_what_one_that_was_killed_has_docker_do(state, monkeypatch):
     gate = state / "gate"
     os.mkfifo(gate)
     monkeypatch.setenv("XDG_STATE_HOME", str(state))
@@ -147,9 +137,7 @@ def test_a_start_waits_for_what_one_that_was_killed_has_docker_do(
         opened.result(TIMEOUT)
 
 
-def test_a_start_does_not_wait_for_such_a_command_for_ever(
-    state: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_does_not_wait_for_such_a_command_for_ever(state, monkeypatch):
     gate = state / "gate"
     os.mkfifo(gate)
     monkeypatch.setenv("XDG_STATE_HOME", str(state))
@@ -162,9 +150,7 @@ def test_a_start_does_not_wait_for_such_a_command_for_ever(
     gate.write_text("go")
 
 
-def test_a_state_folder_that_cannot_be_is_told_plainly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_folder_that_cannot_be_is_told_plainly(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     refused = pytest.raises(CannotServe, match=rf"anvil-mux/{PROJECT} cannot be written \(Not a directory\)")
@@ -172,7 +158,7 @@ def test_a_state_folder_that_cannot_be_is_told_plainly(
         pass
 
 
-def test_who_holds_the_lock_need_not_be_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_holds_the_lock_need_not_be_written_down(tmp_path, monkeypatch):
     """A disk that is full prevents no start."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -198,7 +184,7 @@ def rewritten(file: Path, **services: dict[str, object]) -> Path:
     return file
 
 
-def test_a_crash_loses_no_engine_that_can_stay(state: Path) -> None:
+def test_a_crash_loses_no_engine_that_can_stay(state):
     apart = rewritten(
         compose(state, "a", "b", "gone", "many", preload=True),
         b={"gpus": ["1"]},
@@ -231,9 +217,7 @@ def test_a_crash_loses_no_engine_that_can_stay(state: Path) -> None:
         assert not is_alive(pids[kept])
 
 
-def test_an_engine_that_is_half_loaded_is_neither_left_so_nor_does_it_hold_up_the_next_start(
-    state: Path,
-) -> None:
+def test_an_engine_that_is_half_loaded_is_neither_left_so_nor_does_it_hold_up_the_next_start(state):
     """It is looked at while we listen; systemd and requests for the same GPU wait until it is gone."""
     file = compose(state)
     said = yaml.safe_load(file.read_text())
@@ -286,7 +270,7 @@ def notified(address: Path) -> Iterator[Callable[[], bytes]]:
 # The end
 
 
-def test_a_signal_lets_requests_finish_and_nobody_else_in_and_engines_run_on(state: Path) -> None:
+def test_a_signal_lets_requests_finish_and_nobody_else_in_and_engines_run_on(state):
     running = serve(compose(state, tokens_per_second=25), state=state)
     with stream(running, "a", 50) as answer:
         os.kill(engine_pid(state, "a"), signal.SIGSTOP)  # or it may be through before all is asked
@@ -308,7 +292,7 @@ def test_a_signal_lets_requests_finish_and_nobody_else_in_and_engines_run_on(sta
     assert any("kept running for the next start (on_exit: keep): a" in line for line in running.output)
 
 
-def test_a_second_signal_ends_at_once(state: Path) -> None:
+def test_a_second_signal_ends_at_once(state):
     running = serve(compose(state, tokens_per_second=1), "--no-pin", state=state)
     with stream(running, "a", 1000):
         everywhere = os.sched_getaffinity(0)
@@ -319,9 +303,7 @@ def test_a_second_signal_ends_at_once(state: Path) -> None:
     assert is_alive(engine_pid(state, "a"))
 
 
-def test_requests_that_outlast_the_drain_are_cut_and_engines_that_shall_not_run_on_are_stopped(
-    state: Path,
-) -> None:
+def test_requests_that_outlast_the_drain_are_cut_and_engines_that_shall_not_run_on_are_stopped(state):
     flags = ("--drain-timeout", "0", "--on-exit", "stop")
     running = serve(compose(state, tokens_per_second=1), *flags, state=state)
     with stream(running, "a", 1000):
@@ -331,9 +313,7 @@ def test_requests_that_outlast_the_drain_are_cut_and_engines_that_shall_not_run_
     assert not is_alive(pid)
 
 
-def test_a_container_is_healthy_until_its_anvil_mux_hangs_and_is_aborted_and_tells_at_what(
-    state: Path,
-) -> None:
+def test_a_container_is_healthy_until_its_anvil_mux_hangs_and_is_aborted_and_tells_at_what(state):
     check = [sys.executable, str(ROOT / "contrib" / "healthy.py")]
     environ = {**os.environ, "XDG_STATE_HOME": str(state), "PYTHONPATH": str(ROOT)}
 
@@ -352,7 +332,7 @@ def test_a_container_is_healthy_until_its_anvil_mux_hangs_and_is_aborted_and_tel
 # What it tells
 
 
-def test_hooks_and_the_access_log_are_told_what_happens(state: Path) -> None:
+def test_hooks_and_the_access_log_are_told_what_happens(state):
     told, log = state / "told", state / "access.log"
     hook = {"on": ["loaded"], "run": ["sh", "-c", 'cat >> "$0"; echo >> "$0"', str(told)]}
     flags = ("--access-log", str(log), "--log-format", "json")
@@ -373,9 +353,7 @@ def test_hooks_and_the_access_log_are_told_what_happens(state: Path) -> None:
     assert events[-1]["text"].startswith("stopped")
 
 
-def test_the_metrics_have_every_request_that_was_answered_also_for_a_scraper_that_asks_for_openmetrics(
-    mux: Running,
-) -> None:
+def test_the_metrics_have_every_request_that_was_answered_also_for_a_scraper_that_asks_for_openmetrics(mux):
     before = mux.answered()
     for model in ("a", "b", "a"):
         assert mux.chat(model)[0] == 200
@@ -391,7 +369,7 @@ def test_the_metrics_have_every_request_that_was_answered_also_for_a_scraper_tha
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU")
-def test_requests_are_served_on_one_cpu_and_engines_still_have_all(mux: Running) -> None:
+def test_requests_are_served_on_one_cpu_and_engines_still_have_all(mux):
     assert mux.chat("a")[0] == 200
     assert os.sched_getaffinity(engine_pid(Path(mux.command[4]).parent, "a")) == os.sched_getaffinity(0)
     found = affinities(mux.process.pid)
@@ -401,9 +379,7 @@ def test_requests_are_served_on_one_cpu_and_engines_still_have_all(mux: Running)
     assert os.sched_getaffinity(0) in found
 
 
-def test_quiet_tells_only_what_is_wrong_and_what_an_engine_printed_before_it_died_can_be_asked(
-    state: Path,
-) -> None:
+def test_quiet_tells_only_what_is_wrong_and_what_an_engine_printed_before_it_died_can_be_asked(state):
     with serving(compose(state), "--quiet", state=state) as running:
         assert running.chat("a")[0] == 200
         os.kill(engine_pid(state, "a"), signal.SIGKILL)

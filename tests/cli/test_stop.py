@@ -1,7 +1,5 @@
 """`anvil-mux stop`: the engines that an anvil-mux has left running are seen and ended."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -27,9 +25,7 @@ def left(state: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_what_was_left_is_shown_and_ended_by_its_file(
-    left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_left_is_shown_and_ended_by_its_file(left, tmp_path, capsys):
     line = f"left by {PROJECT}: a still runs, and may hold a GPU; `anvil-mux stop --all` ends it\n"
     assert main(["ps", "--url", "127.0.0.1:1"]) == 3
     assert line in capsys.readouterr().err
@@ -45,9 +41,7 @@ def test_what_was_left_is_shown_and_ended_by_its_file(
     assert capsys.readouterr().err == "anvil-mux: no engine was left running\n"
 
 
-def test_all_that_was_left_is_ended_whatever_became_of_its_files(
-    left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_that_was_left_is_ended_whatever_became_of_its_files(left, tmp_path, capsys):
     engine = engine_pid(tmp_path, "a")
     left.unlink()
     assert main(["stop", "--all", "--json"]) == 0
@@ -55,9 +49,7 @@ def test_all_that_was_left_is_ended_whatever_became_of_its_files(
     assert not is_alive(engine)
 
 
-def test_an_anvil_mux_that_runs_unloads_its_models_and_its_engines_are_not_left(
-    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_anvil_mux_that_runs_unloads_its_models_and_its_engines_are_not_left(state, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(state))
     file = compose(state)
     with serving(file, state=state) as running:
@@ -73,8 +65,8 @@ def test_an_anvil_mux_that_runs_unloads_its_models_and_its_engines_are_not_left(
 
 
 def test_containers_that_cannot_be_asked_for_are_no_engines_that_do_not_run(
-    left: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    left, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     contained = tmp_path / "anvil-mux" / "contained"
     contained.mkdir()

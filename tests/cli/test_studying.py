@@ -1,7 +1,5 @@
 """`simulate`: traffic in virtual time."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence
@@ -48,7 +46,7 @@ WORLD = Config((Backend("a", "a", ("0",)), Backend("b", "b", ("0",))), policy="e
 EVENTS = simulate(WORLD, [Arrival(1.0, "a", 4.0), Arrival(2.0, "b", 1.0)], Engines({"a": 3.0, "b": 6.0}))
 
 
-def test_simulate_compares_policies_on_profiles(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_compares_policies_on_profiles(capsys):
     words = ["simulate", "--profile", "bursty,mixed", "--policy", "eager,debounce", "--seeds", "2"]
     assert main([*words, "--batching", UNLIMITED]) == 0
     head, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
@@ -62,15 +60,13 @@ def test_simulate_compares_policies_on_profiles(capsys: pytest.CaptureFixture[st
     assert (bursty["SWAPS"], bursty["WAIT"], bursty["MAKESPAN"]) == ("3", "5.25", "23.0")
 
 
-def test_simulate_alone_runs_all_profiles(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_simulate_alone_runs_all_profiles(monkeypatch, capsys):
     monkeypatch.setattr(study, "PROFILES", {name: study.PROFILES[name] for name in ("single", "dominant")})
     assert main(["simulate", "--policy", "eager"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["single", "dominant"]
 
 
-def test_simulate_in_json_has_an_object_for_each_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_in_json_has_an_object_for_each_run(capsys):
     rows = simulated(capsys, "--profile", "single,mixed", "--policy", "all", "--seeds", "2")
     assert [(row["profile"], row["seed"], row["policy"]) for row in rows] == [
         (profile, seed, policy)
@@ -85,18 +81,14 @@ def test_simulate_in_json_has_an_object_for_each_run(capsys: pytest.CaptureFixtu
     assert {row["violations"] for row in rows} == {0}
 
 
-def test_simulate_takes_the_settings_of_a_compose_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_simulate_takes_the_settings_of_a_compose_file(tmp_path, capsys):
     file = compose(tmp_path, policy={"name": "debounce", "quiet": 4})
     words = ("--profile", "bursty", "--policy", "debounce,eager", "--batching", UNLIMITED)
     patient, eager = simulated(capsys, str(file), *words)
     assert (patient["makespan_seconds"], eager["makespan_seconds"]) == (23.0 + 3 * 4.0, 23.0)
 
 
-def test_simulate_runs_a_profile_on_the_models_of_a_compose_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_simulate_runs_a_profile_on_the_models_of_a_compose_file(tmp_path, capsys):
     file = str(compose(tmp_path, "small", "large"))
     words = (file, "--profile", "bursty", "--policy", "eager", "--batching", UNLIMITED)
     [row] = simulated(capsys, *words, "--model", "a=small", "--model", "b=large")
@@ -112,9 +104,7 @@ def test_simulate_runs_a_profile_on_the_models_of_a_compose_file(
     assert "bursty asks for big; " in capsys.readouterr().err
 
 
-def test_simulate_runs_a_trace_on_the_backends_of_a_compose_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_simulate_runs_a_trace_on_the_backends_of_a_compose_file(tmp_path, capsys):
     trace = tmp_path / "t.jsonl"
     header = {"workload": "t", "models": {"a": {"load_seconds": 3}, "b": {"load_seconds": 9}}}
     lines = [header, *({"at": n, "model": model, "seconds": 1} for n, model in enumerate("ab"))]
@@ -130,9 +120,7 @@ def test_simulate_runs_a_trace_on_the_backends_of_a_compose_file(
     assert "t.jsonl asks for a, b; the backends serve x only" in capsys.readouterr().err
 
 
-def test_simulate_makes_answers_as_engines_do_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_simulate_makes_answers_as_engines_do_at_once(tmp_path, capsys):
     words = ("--profile", "single", "--policy", "eager")
     usual, four, none = (
         simulated(capsys, *words, *more)[0]["makespan_seconds"]
@@ -152,7 +140,7 @@ def test_simulate_makes_answers_as_engines_do_at_once(
     assert slots["makespan_seconds"] == pytest.approx(four)
 
 
-def test_simulate_tells_where_policies_knew_what_swaps_cost(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_tells_where_policies_knew_what_swaps_cost(capsys):
     words = ["--profile", "balanced", "--policy", "cost_aware"]
     [learning] = simulated(capsys, *words)
     [knowing] = simulated(capsys, *words, "--known-costs")
@@ -161,9 +149,7 @@ def test_simulate_tells_where_policies_knew_what_swaps_cost(capsys: pytest.Captu
     assert "cost_aware, known costs" in capsys.readouterr().out
 
 
-def test_simulate_compares_evictions_where_several_models_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_simulate_compares_evictions_where_several_models_fit(tmp_path, capsys):
     often = [("often", 10.0 + n) for n in range(20)]
     asked = [*often, ("seldom", 31.0), ("other", 35.0), ("often", 40.0), ("often", 41.0)]
     models = {name: {"load_seconds": 2} for name in ("often", "seldom", "other")}
@@ -188,9 +174,7 @@ def test_simulate_compares_evictions_where_several_models_fit(
     assert ("eager, lru" in one, "eager, cost" in other) == (True, True)
 
 
-def test_simulate_routing_runs_prompts_on_replicas(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_simulate_routing_runs_prompts_on_replicas(capsys, tmp_path):
     words = ["--routing", "--trace", "claude_code_le64k", "--sessions", "5,10", "--replicas", "2"]
     words += ["--policy", "round_robin,least_delay", "--seeds", "2", "--engine", "kv_tokens=200000"]
     rows = simulated(capsys, *words, "--csv", str(tmp_path / "runs.csv"))
@@ -209,9 +193,7 @@ def test_simulate_routing_runs_prompts_on_replicas(
     assert "longer in 2 of 2" in table[1]
 
 
-def test_simulate_routing_takes_the_policies_of_a_compose_file(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_simulate_routing_takes_the_policies_of_a_compose_file(capsys, tmp_path):
     file = compose(tmp_path, routing={"policies": {"mine": {"selector": "round_robin"}}})
     words = ["--routing", "--trace", "claude_code_le64k", "--sessions", "5", "--policy", "mine,round_robin"]
     mine, shipped = simulated(capsys, str(file), *words)
@@ -231,7 +213,7 @@ PROFILED = {
 }
 
 
-def test_simulate_routing_draws_the_means(tmp_path: Path) -> None:
+def test_simulate_routing_draws_the_means(tmp_path):
     pytest.importorskip("matplotlib")
     file = str(tmp_path / "routing.svg")
     words = ["--routing", "--trace", "claude_code_le64k", "--sessions", "5", "--policy", "least_delay,sticky"]
@@ -239,9 +221,7 @@ def test_simulate_routing_draws_the_means(tmp_path: Path) -> None:
     assert Path(file).stat().st_size > 1000
 
 
-def test_simulate_routing_tells_who_keeps_objectives(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_simulate_routing_tells_who_keeps_objectives(capsys, tmp_path):
     words = ["--routing", "--trace", "claude_code_le64k", "--sessions", "20", "--policy", "sticky"]
     [plain] = simulated(capsys, *words)
     assert "slo" not in plain
@@ -283,18 +263,14 @@ def test_simulate_routing_tells_who_keeps_objectives(
         (["--profile", "single", "--policy", "nothing"], "argument --policy: "),
     ],
 )
-def test_simulate_says_what_does_not_go_together(
-    capsys: pytest.CaptureFixture[str], words: list[str], problem: str
-) -> None:
+def test_simulate_says_what_does_not_go_together(capsys, words, problem):
     with pytest.raises(SystemExit) as exit_:
         main(["simulate", *words])
     assert exit_.value.code == 2
     assert problem in capsys.readouterr().err
 
 
-def test_simulate_tells_what_another_policy_would_have_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_simulate_tells_what_another_policy_would_have_done(tmp_path, capsys):
     log = event_log(tmp_path / "events", WORLD, EVENTS)
     was, eager, late = simulated(capsys, "--log", log, "--policy", "eager,time_slice")
     assert (was["policy"], was["violations"]) == ("(as logged)", None)
@@ -303,9 +279,7 @@ def test_simulate_tells_what_another_policy_would_have_done(
     assert late["wait_mean_seconds"] > was["wait_mean_seconds"]
 
 
-def test_simulate_checks_a_log_and_fails_if_it_is_broken(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_simulate_checks_a_log_and_fails_if_it_is_broken(tmp_path, capsys):
     sound = event_log(tmp_path / "sound", WORLD, EVENTS)
     [was] = simulated(capsys, "--log", sound, "--check")
     assert was["violations"] == 0
@@ -316,9 +290,7 @@ def test_simulate_checks_a_log_and_fails_if_it_is_broken(
     assert "broken invariant: 8.000000 evicting a: it was ready" in seen.err
 
 
-def test_simulate_draws_one_picture_of_all_policies(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_simulate_draws_one_picture_of_all_policies(monkeypatch, capsys):
     drawn: list[Any] = []
     monkeypatch.setattr(plot, "draw", lambda runs, path: drawn.append((path, runs)))
     words = ("--profile", "mixed", "--seeds", "2", "--policy", "eager,debounce", "--plot", "mixed.svg")
@@ -332,17 +304,13 @@ def test_simulate_draws_one_picture_of_all_policies(
     assert runs[0][2].policy == "eager"
 
 
-def test_a_picture_that_cannot_be_drawn_is_said_before_anything_runs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_picture_that_cannot_be_drawn_is_said_before_anything_runs(capsys, monkeypatch):
     monkeypatch.setattr(study, "study", lambda *_, **__: pytest.fail("it runs"))
     assert main(["simulate", "--profile", "single", "--plot", "picture.bmp"]) == 1
     assert "must end in .png, .svg or .pdf" in capsys.readouterr().err
 
 
-def test_whoever_sees_that_a_simulation_takes_long_is_told_how_far_it_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_whoever_sees_that_a_simulation_takes_long_is_told_how_far_it_is(monkeypatch, capsys):
     monkeypatch.setattr(output, "PROGRESS_SECONDS", -1.0)
     words = ["simulate", "--profile", "single,bursty", "--policy", "eager"]
     assert main(words) == 0
@@ -352,9 +320,7 @@ def test_whoever_sees_that_a_simulation_takes_long_is_told_how_far_it_is(
     assert capsys.readouterr().err == "anvil-mux: 1 of 2 runs\nanvil-mux: 2 of 2 runs\n"
 
 
-def test_only_a_picture_needs_matplotlib(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_a_picture_needs_matplotlib(monkeypatch, tmp_path, capsys):
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -380,9 +346,7 @@ def test_only_a_picture_needs_matplotlib(
         (["--profile", "single", "--check"], "--check is for what --log names"),
     ],
 )
-def test_wrong_usage_of_simulate_is_told(
-    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_of_simulate_is_told(words, problem, capsys):
     with pytest.raises(SystemExit) as left:
         main(["simulate", *words])
     assert left.value.code == 2
@@ -390,9 +354,7 @@ def test_wrong_usage_of_simulate_is_told(
 
 
 @pytest.mark.parametrize("source", ["--trace", "--log"])
-def test_simulate_says_plainly_that_a_file_is_missing(
-    source: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_simulate_says_plainly_that_a_file_is_missing(source, capsys):
     assert main(["simulate", source, "nowhere.jsonl"]) == 1
     seen = capsys.readouterr()
     assert (seen.out, "nowhere.jsonl: " in seen.err, seen.err.count("\n")) == ("", True, 1)

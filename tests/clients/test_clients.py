@@ -7,8 +7,6 @@ The clients live in one process per language. Each of the histories is lived thr
 side, on a GPU of its own, and then looked at client by client.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -221,7 +219,7 @@ def said(model: str) -> str:
 
 
 @pytest.mark.parametrize("client", ALL)
-def test_a_load_is_waited_for(at_a_slow_load: Outcomes, house: House, client: str) -> None:
+def test_a_load_is_waited_for(at_a_slow_load, house, client):
     outcome = at_a_slow_load[client].result(GUARD)
     if PORT_TAKEN in outcome.get("message", ""):
         outcome = house.ask([client], "slow")[client].result(GUARD)
@@ -229,36 +227,34 @@ def test_a_load_is_waited_for(at_a_slow_load: Outcomes, house: House, client: st
 
 
 @pytest.mark.parametrize("client", ANTHROPIC)
-def test_an_engine_without_anthropics_route_is_none_the_less_its(house: House, client: str) -> None:
+def test_an_engine_without_anthropics_route_is_none_the_less_its(house, client):
     assert house.ask([client], "plain")[client].result(GUARD) == {"text": said("plain")}
 
 
 @pytest.mark.parametrize("client", ALL)
 @pytest.mark.parametrize(("model", "why"), [("broken", "no such file"), ("doomed", "out of memory")])
-def test_a_load_that_fails_is_an_error_that_says_why(
-    at_failing_loads: Mapping[str, Outcomes], client: str, model: str, why: str
-) -> None:
+def test_a_load_that_fails_is_an_error_that_says_why(at_failing_loads, client, model, why):
     outcome = at_failing_loads[model][client].result(GUARD)
     assert "text" not in outcome, outcome
     assert why in outcome["message"], outcome
 
 
 @pytest.mark.parametrize("client", ALL)
-def test_an_engine_that_dies_within_its_answer_is_an_error(at_a_death: Outcomes, client: str) -> None:
+def test_an_engine_that_dies_within_its_answer_is_an_error(at_a_death, client):
     outcome = at_a_death[client].result(GUARD)
     assert "text" not in outcome, outcome
     assert outcome["message"]
 
 
 @pytest.mark.parametrize("client", STREAMS)
-def test_a_stream_that_is_cut_off_for_another_model_is_an_error(cut_off: Outcomes, client: str) -> None:
+def test_a_stream_that_is_cut_off_for_another_model_is_an_error(cut_off, client):
     outcome = cut_off[client].result(GUARD)
     assert "text" not in outcome, outcome
     assert "was evicted for" in outcome["message"], outcome
 
 
 @pytest.mark.parametrize("client", WHOLE)
-def test_whoever_is_put_out_without_a_byte_succeeds_by_asking_again(put_out: Outcomes, client: str) -> None:
+def test_whoever_is_put_out_without_a_byte_succeeds_by_asking_again(put_out, client):
     outcome = put_out[client].result(GUARD)
     if client in NEVER_RETRY:
         assert "was evicted for" in outcome["message"], outcome
@@ -268,7 +264,7 @@ def test_whoever_is_put_out_without_a_byte_succeeds_by_asking_again(put_out: Out
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
 @pytest.mark.parametrize(("model", "code"), [("quick", 0), ("frail-curl", 18), ("hapless", 18)])
-def test_curl_tells_a_whole_stream_from_a_cut_one(house: House, model: str, code: int) -> None:
+def test_curl_tells_a_whole_stream_from_a_cut_one(house, model, code):
     body = {"model": model, "stream": True, "messages": [{"role": "user", "content": "Hi"}]}
     url = f"http://127.0.0.1:{house.mux.port}/v1/chat/completions"
     done = subprocess.run(

@@ -5,8 +5,6 @@ template, grammar and parsers make thoughts and calls of it. ``lacking`` is the 
 Anthropic's routes.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import struct
@@ -132,7 +130,7 @@ def calls(said: ollama.ChatResponse) -> list[tuple[str, Any]]:
     return [(call.function.name, call.function.arguments) for call in said.message.tool_calls or []]
 
 
-def test_ollamas_client_before_a_real_engine(stack: Stack) -> None:
+def test_ollamas_client_before_a_real_engine(stack):
     with served(stack) as mux, closing(Ollama(mux)) as asks:
         thoughtful = asks.chat("Hi", think=True)
         assert (thoughtful.message.thinking, thoughtful.message.content) == ("They greet me.\n", HELLO)
@@ -166,7 +164,7 @@ def test_ollamas_client_before_a_real_engine(stack: Stack) -> None:
         assert seen(lambda: state_of(mux, OWN), lambda state: state == "stopped") == "stopped"
 
 
-def test_vectors_of_a_real_engine(llamacpp_compose: Callable[..., Stack], tmp_path: Path) -> None:
+def test_vectors_of_a_real_engine(llamacpp_compose, tmp_path):
     flag = {"environment": {"LLAMA_ARG_EMBEDDINGS": "1", "LLAMA_ARG_POOLING": "mean"}}
     made = llamacpp_compose(tmp_path, models=1, services={"model-1": flag})
     with served(made) as mux, closing(Ollama(mux)) as asks:
@@ -230,7 +228,7 @@ def shown(image: bytes, text: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("model", [OWN, LACKING])
-def test_anthropics_client_before_a_real_engine(stack: Stack, model: str) -> None:
+def test_anthropics_client_before_a_real_engine(stack, model):
     with served(stack) as mux, closing(Anthropic(mux, model)) as asks:
         assert blocks(asks.message("Hi")) == ["They greet me.\n", HELLO]
         called = asks.message("How is the weather?", tools=asks.tools)
@@ -255,7 +253,7 @@ def test_anthropics_client_before_a_real_engine(stack: Stack, model: str) -> Non
             assert asks.count("Hi") == cut.usage.input_tokens + (cut.usage.cache_read_input_tokens or 0)
 
 
-def test_what_anthropics_client_gets_of_an_engine_without_its_routes(stack: Stack) -> None:
+def test_what_anthropics_client_gets_of_an_engine_without_its_routes(stack):
     with served(stack) as mux, closing(Anthropic(mux, LACKING)) as asks:
         assert blocks(asks.message("Hi", thinking=asks.mute)) == [HELLO]
         both = asks.message("What is the time?", tools=asks.tools, thinking=asks.mute)
@@ -271,7 +269,7 @@ def test_what_anthropics_client_gets_of_an_engine_without_its_routes(stack: Stac
 
 
 @pytest.mark.parametrize("model", [OWN, LACKING])
-def test_an_engine_that_is_killed_is_an_error_of_each_api(stack: Stack, model: str) -> None:
+def test_an_engine_that_is_killed_is_an_error_of_each_api(stack, model):
     question = [{"role": "user", "content": "Will you go on?"}]
 
     def kill_at(place: int, told: Iterable[object]) -> None:

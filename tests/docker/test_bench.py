@@ -1,24 +1,14 @@
 """What swaps take between real llama-server containers, measured by the command."""
 
-from __future__ import annotations
-
 import csv
 import json
-from collections.abc import Callable
-from pathlib import Path
-
-import pytest
 
 from anvil_mux.cli.main import main
-from tests.docker.conftest import Stack
 
 
 def test_swaps_of_containers_are_measured_and_none_is_left_running(
-    llamacpp_compose: Callable[..., Stack],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    llamacpp_compose, tmp_path, monkeypatch, capsys
+):
     stack = llamacpp_compose(tmp_path, models=2)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setenv("DOCKER_HOST", stack.engine.host)

@@ -1,15 +1,10 @@
 """Many requests at once to real llama-servers, whose HTTP threads are few."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
-from tests.docker.conftest import Stack
 from tests.docker.served import served
 
 KEEP_ALIVE_SECONDS = 5.0
@@ -18,8 +13,8 @@ KEEP_ALIVE_SECONDS = 5.0
 
 @pytest.mark.parametrize(("clients", "models"), [(33, 1), (100, 3)])
 def test_no_request_of_a_burst_after_a_swap_waits_for_idle_connections_to_end(
-    llamacpp_compose: Callable[..., Stack], tmp_path: Path, clients: int, models: int
-) -> None:
+    llamacpp_compose, tmp_path, clients, models
+):
     stack = llamacpp_compose(tmp_path, models=models + 1)
     log = tmp_path / "access.log"
     first, *asked = stack.models

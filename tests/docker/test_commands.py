@@ -1,7 +1,5 @@
 """The commands, against real containers: check, ps, load, unload, logs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -47,7 +45,7 @@ def at(mux: Running) -> str:
     return f"http://127.0.0.1:{mux.port}"
 
 
-def test_check_lists_the_models_and_names_the_image_that_is_missing(stack: Stack) -> None:
+def test_check_lists_the_models_and_names_the_image_that_is_missing(stack):
     done = anvil(stack, "check", str(stack.file))
     assert done.returncode == 0
     models = [line.split()[0] for line in done.stdout.splitlines()[1:]]
@@ -56,7 +54,7 @@ def test_check_lists_the_models_and_names_the_image_that_is_missing(stack: Stack
     assert done.stderr.count("is not present") == 1
 
 
-def test_load_returns_when_the_model_is_resident_and_ps_shows_it(stack: Stack) -> None:
+def test_load_returns_when_the_model_is_resident_and_ps_shows_it(stack):
     with served(stack) as mux:
         for model in ("model-1", "model-2"):
             assert anvil(stack, "load", model, "--url", at(mux)).returncode == 0
@@ -68,14 +66,14 @@ def test_load_returns_when_the_model_is_resident_and_ps_shows_it(stack: Stack) -
         assert [line.split()[1] for line in table.splitlines() if line.startswith("model-2")] == ["ready"]
 
 
-def test_load_of_what_cannot_be_loaded_fails_with_the_reason(stack: Stack) -> None:
+def test_load_of_what_cannot_be_loaded_fails_with_the_reason(stack):
     with served(stack) as mux:
         done = anvil(stack, "load", "missing", "--url", at(mux))
         assert done.returncode == 1
         assert f"docker pull {IMAGE}" in done.stderr
 
 
-def test_unload_puts_a_model_out_and_its_next_load_starts_it_again(stack: Stack) -> None:
+def test_unload_puts_a_model_out_and_its_next_load_starts_it_again(stack):
     with served(stack) as mux:
         assert anvil(stack, "load", "model-1", "--url", at(mux)).returncode == 0
         first = run_of(stack, "model-1")
@@ -93,7 +91,7 @@ def slow(llamacpp_compose: Callable[..., Stack], tmp_path: Path) -> Stack:
     return llamacpp_compose(tmp_path, models=2, services={"model-1": special})
 
 
-def test_unload_of_a_model_that_is_loading_stops_its_engine_and_another_can_be_loaded(slow: Stack) -> None:
+def test_unload_of_a_model_that_is_loading_stops_its_engine_and_another_can_be_loaded(slow):
     with ThreadPoolExecutor(1) as pool, served(slow) as mux:
         for _ in range(2):  # without a cool-down between
             waiting = pool.submit(ask, mux, "model-1")
@@ -107,7 +105,7 @@ def test_unload_of_a_model_that_is_loading_stops_its_engine_and_another_can_be_l
         assert count(mux, "anvil_model_loads", model="model-1", result="failed") == 0
 
 
-def test_a_load_that_nobody_waits_for_any_more_makes_room_for_another_model(slow: Stack) -> None:
+def test_a_load_that_nobody_waits_for_any_more_makes_room_for_another_model(slow):
     with served(slow) as mux:
         with client_of(mux) as client:
             stream(client, "model-1", 5).close()
@@ -118,7 +116,7 @@ def test_a_load_that_nobody_waits_for_any_more_makes_room_for_another_model(slow
         assert count(mux, "anvil_model_loads", model="model-1", result="cancelled") == 1
 
 
-def test_logs_shows_what_the_engine_printed_while_it_runs_and_after_it_was_stopped(stack: Stack) -> None:
+def test_logs_shows_what_the_engine_printed_while_it_runs_and_after_it_was_stopped(stack):
     with served(stack) as mux:
         for model in ("model-1", "model-2"):
             assert anvil(stack, "load", model, "--url", at(mux)).returncode == 0

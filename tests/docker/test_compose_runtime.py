@@ -1,7 +1,5 @@
 """The compose runtime on a real Docker Engine, with real llama-servers and small busybox services."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue
@@ -26,7 +24,7 @@ from anvil_mux.host.docker_api import ContainerEngine as Docker
 from anvil_mux.host.docker_api import Endpoint
 from anvil_mux.host.engines import await_ready
 from anvil_mux.host.levels import Swapper
-from tests.docker.conftest import OwnEngine, Stack
+from tests.docker.conftest import Stack
 from tests.running import seen
 
 PATIENCE = 60.0
@@ -87,7 +85,7 @@ def kills(stack: Stack) -> dict[str, float]:
 
 
 def inspect(stack: Stack, model: str) -> dict[str, Any]:
-    return json.loads(docker(stack, "inspect", stack.container(model)))[0]  # type: ignore[no-any-return]
+    return json.loads(docker(stack, "inspect", stack.container(model)))[0]
 
 
 @pytest.fixture
@@ -115,7 +113,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_a_real_engine_is_loaded_evicted_and_loaded_again(stack: Stack):
+def test_a_real_engine_is_loaded_evicted_and_loaded_again(stack):
     first = backend("model-1")
     with runtime_of(stack) as runtime:
         swapper = Swapper(runtime)
@@ -129,7 +127,7 @@ def test_a_real_engine_is_loaded_evicted_and_loaded_again(stack: Stack):
         assert stack.up() == {"model-1"}
 
 
-def test_another_engine_on_the_port_is_a_other_process(stack: Stack):
+def test_another_engine_on_the_port_is_a_other_process(stack):
     with runtime_of(stack) as runtime:
         url = runtime.start(backend("model-1"))
         ticks = iter(range(0, 10_000, 30))
@@ -143,7 +141,7 @@ def test_another_engine_on_the_port_is_a_other_process(stack: Stack):
             )
 
 
-def test_services_created_side_by_side_share_the_projects_network(stack: Stack):
+def test_services_created_side_by_side_share_the_projects_network(stack):
     with runtime_of(stack) as runtime, ThreadPoolExecutor(2) as threads:
         urls = list(threads.map(runtime.start, [backend("model-1"), backend("model-2")]))
     assert len(set(urls)) == 2
@@ -153,7 +151,7 @@ def test_services_created_side_by_side_share_the_projects_network(stack: Stack):
     )
 
 
-def test_a_new_runtime_adopts_what_runs_and_watches_it(stack: Stack):
+def test_a_new_runtime_adopts_what_runs_and_watches_it(stack):
     with runtime_of(stack) as runtime:
         url = runtime.start(backend("model-1"))
     with runtime_of(stack) as runtime, watching(runtime) as deaths:
@@ -171,7 +169,7 @@ def ask_and_leave(stack: Stack, path: str) -> None:
         connection.sendall(f"POST {path} HTTP/1.1\r\nHost: docker\r\nContent-Length: 0\r\n\r\n".encode())
 
 
-def test_a_start_that_is_under_way_is_found_by_the_next_anvil_mux(stack: Stack):
+def test_a_start_that_is_under_way_is_found_by_the_next_anvil_mux(stack):
     """Docker 20.10 goes on with a start whose client has left, and 28 gives it up."""
     stack.compose("create")
     ask_and_leave(stack, f"/containers/{stack.container('model-1')}/start")
@@ -183,9 +181,7 @@ def test_a_start_that_is_under_way_is_found_by_the_next_anvil_mux(stack: Stack):
         assert list(runtime.running()) == ["model-1"]
 
 
-def test_a_stop_that_is_under_way_is_waited_for_by_the_next_anvil_mux(
-    sleeper: Callable[..., tuple[Stack, Backend]],
-):
+def test_a_stop_that_is_under_way_is_waited_for_by_the_next_anvil_mux(sleeper):
     stack, service = sleeper()  # As PID 1, `sleep` ignores SIGTERM.
     with runtime_of(stack, service) as runtime:
         runtime.start(service)
@@ -196,7 +192,7 @@ def test_a_stop_that_is_under_way_is_waited_for_by_the_next_anvil_mux(
         assert runtime.running() == {}
 
 
-def test_our_own_stop_is_no_death_and_a_kill_from_outside_is_one(stack: Stack):
+def test_our_own_stop_is_no_death_and_a_kill_from_outside_is_one(stack):
     with runtime_of(stack) as runtime, watching(runtime) as deaths:
         runtime.start(backend("model-1"))
         runtime.start(backend("model-2"))
@@ -206,9 +202,7 @@ def test_our_own_stop_is_no_death_and_a_kill_from_outside_is_one(stack: Stack):
         assert deaths.empty()
 
 
-def test_a_container_that_exits_at_once_is_told_with_its_last_lines(
-    sleeper: Callable[..., tuple[Stack, Backend]],
-):
+def test_a_container_that_exits_at_once_is_told_with_its_last_lines(sleeper):
     stack, service = sleeper(command=["sh", "-c", "echo out of memory on GPU 0 >&2; exit 3"])
     with runtime_of(stack, service) as runtime, pytest.raises(LoadError) as caught:
         Swapper(runtime).load(service, "stop")
@@ -216,7 +210,7 @@ def test_a_container_that_exits_at_once_is_told_with_its_last_lines(
     assert caught.value.log == ("out of memory on GPU 0",)
 
 
-def test_an_engine_that_never_answers_is_given_up_and_stopped(sleeper: Callable[..., tuple[Stack, Backend]]):
+def test_an_engine_that_never_answers_is_given_up_and_stopped(sleeper):
     stack, service = sleeper(command=["sh", "-c", "echo started; exec sleep 1000"])
     service = replace(service, load_timeout=2.0)
     with runtime_of(stack, service) as runtime, pytest.raises(LoadError) as caught:
@@ -227,7 +221,7 @@ def test_an_engine_that_never_answers_is_given_up_and_stopped(sleeper: Callable[
     assert stack.up() == set()
 
 
-def test_an_image_that_is_missing_is_named(sleeper: Callable[..., tuple[Stack, Backend]]):
+def test_an_image_that_is_missing_is_named(sleeper):
     stack, service = sleeper(image="registry.invalid/none:1")
     with runtime_of(stack, service) as runtime, pytest.raises(LoadError) as caught:
         Swapper(runtime).load(service, "stop")
@@ -237,7 +231,7 @@ def test_an_image_that_is_missing_is_named(sleeper: Callable[..., tuple[Stack, B
     )
 
 
-def test_a_port_that_is_taken_is_said_plainly(stack: Stack, sleeper: Callable[..., tuple[Stack, Backend]]):
+def test_a_port_that_is_taken_is_said_plainly(stack, sleeper):
     with runtime_of(stack) as runtime:
         port = runtime.start(backend("model-1")).rpartition(":")[2]
     other, service = sleeper(ports=[f"127.0.0.1:{port}:8080"])
@@ -248,9 +242,7 @@ def test_a_port_that_is_taken_is_said_plainly(stack: Stack, sleeper: Callable[..
         Swapper(runtime).load(service, "stop")
 
 
-def test_a_port_that_is_taken_since_shows_no_line_of_an_earlier_run(
-    sleeper: Callable[..., tuple[Stack, Backend]], free_port: int
-):
+def test_a_port_that_is_taken_since_shows_no_line_of_an_earlier_run(sleeper, free_port):
     ports = [f"127.0.0.1:{free_port}:8080"]
     stack, service = sleeper(command=["sh", "-c", "echo of the first run; exec sleep 1000"], ports=ports)
     with runtime_of(stack, service) as runtime:
@@ -264,9 +256,7 @@ def test_a_port_that_is_taken_since_shows_no_line_of_an_earlier_run(
         assert seen(lambda: runtime.log_tail(service), bool) == ["of the first run"]
 
 
-def test_a_run_that_follows_a_crash_at_once_shows_only_its_own_lines(
-    sleeper: Callable[..., tuple[Stack, Backend]],
-):
+def test_a_run_that_follows_a_crash_at_once_shows_only_its_own_lines(sleeper):
     stack, service = sleeper(command=["sh", "-c", "echo $$(cat /proc/uptime); exec sleep 1000"])
     with runtime_of(stack, service) as runtime:
         first, second = [], []
@@ -278,9 +268,7 @@ def test_a_run_that_follows_a_crash_at_once_shows_only_its_own_lines(
         assert every == second
 
 
-def test_a_container_that_ignores_sigterm_is_gone_after_its_grace(
-    sleeper: Callable[..., tuple[Stack, Backend]],
-):
+def test_a_container_that_ignores_sigterm_is_gone_after_its_grace(sleeper):
     stack, service = sleeper()  # As PID 1, `sleep` ignores SIGTERM.
     with runtime_of(stack, service) as runtime:
         runtime.start(service)
@@ -289,9 +277,7 @@ def test_a_container_that_ignores_sigterm_is_gone_after_its_grace(
         assert runtime.ended(service) == "was killed (code 137)"
 
 
-def test_a_container_that_its_restart_policy_revives_is_put_down(
-    sleeper: Callable[..., tuple[Stack, Backend]],
-):
+def test_a_container_that_its_restart_policy_revives_is_put_down(sleeper):
     stack, service = sleeper(restart="always")
     with runtime_of(stack, service) as runtime, watching(runtime) as deaths:
         runtime.start(service)
@@ -301,14 +287,14 @@ def test_a_container_that_its_restart_policy_revives_is_put_down(
         assert runtime.start(service)
 
 
-def test_a_crash_loop_under_a_restart_policy_fails_the_load(sleeper: Callable[..., tuple[Stack, Backend]]):
+def test_a_crash_loop_under_a_restart_policy_fails_the_load(sleeper):
     stack, service = sleeper(restart="always", command=["sh", "-c", "echo boom; exit 1"])
     with runtime_of(stack, service) as runtime, pytest.raises(LoadError, match="exited with code 1"):
         Swapper(runtime).load(service, "stop")
     assert stack.up() == set()
 
 
-def test_a_paused_container_is_listed_as_it_is_and_thawed_when_it_is_started(stack: Stack):
+def test_a_paused_container_is_listed_as_it_is_and_thawed_when_it_is_started(stack):
     with runtime_of(stack) as runtime:
         url = runtime.start(backend("model-1"))
         docker(stack, "pause", stack.container("model-1"))
@@ -322,7 +308,7 @@ def test_a_paused_container_is_listed_as_it_is_and_thawed_when_it_is_started(sta
         assert stack.up() == set()
 
 
-def test_a_container_is_frozen_let_go_on_and_killed(stack: Stack):
+def test_a_container_is_frozen_let_go_on_and_killed(stack):
     with runtime_of(stack) as runtime:
         runtime.start(backend("model-1"))
         pids = runtime.pids(backend("model-1"))
@@ -337,9 +323,7 @@ def test_a_container_is_frozen_let_go_on_and_killed(stack: Stack):
         assert stack.up() == set()
 
 
-def test_a_service_whose_description_changed_is_made_anew_at_first_use(
-    sleeper: Callable[..., tuple[Stack, Backend]],
-):
+def test_a_service_whose_description_changed_is_made_anew_at_first_use(sleeper):
     stack, service = sleeper()
     with runtime_of(stack, service) as runtime:
         runtime.start(service)
@@ -354,9 +338,7 @@ def test_a_service_whose_description_changed_is_made_anew_at_first_use(
 
 
 @pytest.mark.parametrize("by", ["us", "compose up"])
-def test_what_runs_is_compared_with_its_description_whoever_started_it(
-    sleeper: Callable[..., tuple[Stack, Backend]], by: str
-):
+def test_what_runs_is_compared_with_its_description_whoever_started_it(sleeper, by):
     stack, service = sleeper(environment={"A": "1"}, deploy={"replicas": 1})
     with runtime_of(stack, service) as runtime:
         if by == "us":
@@ -373,9 +355,7 @@ def test_what_runs_is_compared_with_its_description_whoever_started_it(
         assert runtime.differs(changed) == "its command changed since its container was made"
 
 
-def test_a_container_of_an_image_that_was_built_anew_since_differs(
-    sleeper: Callable[..., tuple[Stack, Backend]],
-):
+def test_a_container_of_an_image_that_was_built_anew_since_differs(sleeper):
     stack, service = sleeper()
     tag = f"{stack.project}:latest"
     image = str(service.service.image)
@@ -392,7 +372,7 @@ def test_a_container_of_an_image_that_was_built_anew_since_differs(
         docker(stack, "rmi", "--force", tag)
 
 
-def test_a_project_that_somebody_took_down_is_made_anew(stack: Stack):
+def test_a_project_that_somebody_took_down_is_made_anew(stack):
     with runtime_of(stack) as runtime:
         runtime.start(backend("model-1"))
         stack.compose("down", "--timeout", "1")
@@ -401,7 +381,7 @@ def test_a_project_that_somebody_took_down_is_made_anew(stack: Stack):
         assert stack.up() == {"model-1"}
 
 
-def test_a_network_that_somebody_removed_is_made_anew(stack: Stack):
+def test_a_network_that_somebody_removed_is_made_anew(stack):
     with runtime_of(stack) as runtime:
         runtime.start(backend("model-1"))
         runtime.stop(backend("model-1"))
@@ -410,9 +390,7 @@ def test_a_network_that_somebody_removed_is_made_anew(stack: Stack):
 
 
 @pytest.mark.parametrize(("network", "host"), [({}, "0.0.0.0"), ({"network_mode": "host"}, "127.0.0.1")])
-def test_an_engine_without_a_published_port_is_reached(
-    llamacpp_compose: MakeStack, tmp_path: Path, network: dict[str, Any], host: str, free_port: int
-):
+def test_an_engine_without_a_published_port_is_reached(llamacpp_compose, tmp_path, network, host, free_port):
     command = ["llama-server", "-m", "/m/tiny.gguf", "--host", host, "--port", str(free_port)]
     stack = llamacpp_compose(
         tmp_path, models=1, services={"model-1": {**network, "ports": None, "command": command}}
@@ -422,7 +400,7 @@ def test_an_engine_without_a_published_port_is_reached(
         assert Swapper(runtime).load(service, "stop").url.endswith(f":{free_port}")
 
 
-def test_of_a_scaled_service_one_container_is_started(sleeper: Callable[..., tuple[Stack, Backend]]):
+def test_of_a_scaled_service_one_container_is_started(sleeper):
     stack, service = sleeper(deploy={"replicas": 2})
     with runtime_of(stack, service) as runtime:
         runtime.start(service)
@@ -432,7 +410,7 @@ def test_of_a_scaled_service_one_container_is_started(sleeper: Callable[..., tup
     ]
 
 
-def test_a_log_is_followed_until_the_container_ends(sleeper: Callable[..., tuple[Stack, Backend]]):
+def test_a_log_is_followed_until_the_container_ends(sleeper):
     stack, service = sleeper(command=["sh", "-c", "echo one; echo two >&2; exec sleep 1000"])
     with runtime_of(stack, service) as runtime:
         runtime.start(service)
@@ -442,9 +420,7 @@ def test_a_log_is_followed_until_the_container_ends(sleeper: Callable[..., tuple
         assert list(lines) == []
 
 
-def test_dockerd_that_stops_and_starts_again(
-    llamacpp_compose: MakeStack, tmp_path: Path, own_engine: OwnEngine
-):
+def test_dockerd_that_stops_and_starts_again(llamacpp_compose, tmp_path, own_engine):
     stack = llamacpp_compose(tmp_path, models=2, engine=own_engine)
     first = backend("model-1")
     with runtime_of(stack) as runtime, watching(runtime) as deaths:
@@ -464,7 +440,7 @@ def test_dockerd_that_stops_and_starts_again(
 
 
 def test_what_a_stopped_dockerd_took_along_is_reported_when_it_is_back(
-    llamacpp_compose: MakeStack, tmp_path: Path, own_engine: OwnEngine
+    llamacpp_compose, tmp_path, own_engine
 ):
     services = {"model-1": {"restart": "always"}}
     stack = llamacpp_compose(tmp_path, models=2, services=services, engine=own_engine)

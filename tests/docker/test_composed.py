@@ -1,7 +1,5 @@
 """A host on a real Docker Engine that has no compose file but the services described anew for it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,7 +41,7 @@ def stack(llamacpp_compose: MakeStack, tmp_path: Path, monkeypatch: pytest.Monke
     return made
 
 
-def test_two_slots_of_a_service_are_loaded_adopted_and_stopped_apart(stack: Stack) -> None:
+def test_two_slots_of_a_service_are_loaded_adopted_and_stopped_apart(stack):
     config = described(stack, "m.0", "m.1")
     first, second = config.backends
     host = LocalHost(config, address=ADDRESS)
@@ -63,7 +61,7 @@ def test_two_slots_of_a_service_are_loaded_adopted_and_stopped_apart(stack: Stac
     later.close()
 
 
-def test_one_that_is_described_otherwise_is_made_anew(stack: Stack) -> None:
+def test_one_that_is_described_otherwise_is_made_anew(stack):
     config = described(stack, "m.0", "m.1")
     first, _ = config.backends
     host = LocalHost(config, address=ADDRESS)
@@ -88,7 +86,7 @@ def test_one_that_is_described_otherwise_is_made_anew(stack: Stack) -> None:
     host.close()
 
 
-def test_an_image_that_is_missing_is_told_by_its_name(stack: Stack) -> None:
+def test_an_image_that_is_missing_is_told_by_its_name(stack):
     config = described(stack, "m.0")
     services = json.loads(config.generated_compose)["services"]
     services["m.0"]["image"] = "anvil-mux-test/none"

@@ -1,17 +1,12 @@
 """Real containers: anvil-mux is killed at random moments and loses nothing but what was in flight."""
 
-from __future__ import annotations
-
 import os
 import random
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from tests.crashing import Rounds
-from tests.docker.conftest import Stack
 from tests.running import Running, begin
 
 ROUNDS = int(os.environ.get("ANVIL_CRASH_ROUNDS", "5"))
@@ -19,9 +14,7 @@ SEED = int(os.environ.get("ANVIL_CRASH_SEED", "1"))
 
 
 @pytest.mark.crash
-def test_no_crash_leaves_an_orphan_two_residents_or_half_a_file(
-    llamacpp_compose: Callable[..., Stack], tmp_path: Path
-) -> None:
+def test_no_crash_leaves_an_orphan_two_residents_or_half_a_file(llamacpp_compose, tmp_path):
     freezing = {"x-anvil": {"gpus": ["0"], "evict_to": ["freeze", "stop"]}}
     services = {"model-2": freezing, "model-3": freezing}
     stack = llamacpp_compose(tmp_path, models=3, top={"x-anvil": {"policy": "eager"}}, services=services)

@@ -1,7 +1,5 @@
 """Real engines that crash, freeze or are killed, and what clients, `ps` and the log get to know of it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable
@@ -37,8 +35,8 @@ def starts(mux: Running) -> int:
 
 
 def test_an_engine_that_crashes_under_each_request_is_loaded_once_and_everybody_is_told_why(
-    llamacpp_compose: Callable[..., Stack], tmp_path: Path
-) -> None:
+    llamacpp_compose, tmp_path
+):
     stack = crashing(llamacpp_compose, tmp_path)
     with served(stack) as mux:
         answers = [mux.chat(CRASHES) for _ in range(6)]
@@ -63,9 +61,7 @@ def test_an_engine_that_crashes_under_each_request_is_loaded_once_and_everybody_
         assert mux.chat("model-2")[0] == 200
 
 
-def test_a_frozen_engine_answers_all_when_it_goes_on(
-    llamacpp_compose: Callable[..., Stack], tmp_path: Path
-) -> None:
+def test_a_frozen_engine_answers_all_when_it_goes_on(llamacpp_compose, tmp_path):
     stack = llamacpp_compose(tmp_path, models=1)
     with served(stack) as mux, ThreadPoolExecutor(20) as threads:
         assert mux.chat("model-1")[0] == 200

@@ -5,8 +5,6 @@ the CUDA driver attaches to an engine. NVML is a stand-in as well. Where ANVIL_M
 names no image that the Dockerfile has made, it is this machine's own /usr.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -194,9 +192,7 @@ ROOT_WITHOUT = {**BESIDE, "user": "root", "pid": "host", "cap_add": [STATE]}
         pytest.param({**ROOT_WITHOUT, "cap_add": [STATE, "SYS_PTRACE"]}, {}, id="root with SYS_PTRACE"),
     ],
 )
-def test_a_deployed_anvil_mux_checkpoints_a_container_and_restores_it(
-    deploy: Callable[..., Stack], cuda: FakeCuda, mux: dict[str, Any], engines: dict[str, Any]
-) -> None:
+def test_a_deployed_anvil_mux_checkpoints_a_container_and_restores_it(deploy, cuda, mux, engines):
     stack = deploy(mux, engines)
     with running(stack) as anvil:
         assert anvil.chat("model-1")[0] == 200
@@ -222,9 +218,7 @@ def test_a_deployed_anvil_mux_checkpoints_a_container_and_restores_it(
         pytest.param(ROOT_WITHOUT, ["root without the capability CAP_SYS_PTRACE"], id="root without"),
     ],
 )
-def test_what_a_checkpoint_lacks_is_foretold_and_is_why_it_fails(
-    deploy: Callable[..., Stack], cuda: FakeCuda, mux: dict[str, Any], words: list[str]
-) -> None:
+def test_what_a_checkpoint_lacks_is_foretold_and_is_why_it_fails(deploy, cuda, mux, words):
     engine = {"user": user} if (user := mux.get("engine")) else {}
     stack = deploy({key: value for key, value in mux.items() if key != "engine"}, engine)
     with running(stack) as anvil:
@@ -243,9 +237,7 @@ def test_what_a_checkpoint_lacks_is_foretold_and_is_why_it_fails(
 
 
 @pytest.mark.skipif(not IMAGE, reason="`bin/test image` makes one")
-def test_the_service_in_the_docs_serves_beside_its_engines(
-    llamacpp_compose: MakeStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_service_in_the_docs_serves_beside_its_engines(llamacpp_compose, tmp_path, monkeypatch):
     (text,) = re.findall(
         r"^```yaml\n(services:\n  anvil-mux:.*?)^```$", (ROOT / "docs/running.md").read_text(), re.M | re.S
     )

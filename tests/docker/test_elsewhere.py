@@ -1,7 +1,5 @@
 """Real llama-servers behind a second anvil-mux with TLS, as the server elsewhere of a first one."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -52,9 +50,7 @@ def near(make: MakeStack, folder: Path, port: int) -> Stack:
     return make(folder, models=1, services=special)
 
 
-def test_streams_and_fallbacks_through_a_second_anvil_mux(
-    llamacpp_compose: MakeStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_streams_and_fallbacks_through_a_second_anvil_mux(llamacpp_compose, tmp_path, monkeypatch):
     monkeypatch.setenv("FAR_KEY", KEY)
     for name in ("near", "far"):
         (tmp_path / name).mkdir()

@@ -1,10 +1,7 @@
 """What real llama-servers in containers hold of a GPU; its account is a stand-in (tests/host/trees)."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,8 +21,8 @@ def pid_of(stack: Stack, model: str) -> int:
 
 
 def test_a_resident_stays_where_other_processes_leave_the_next_model_less_than_it_held(
-    llamacpp_compose: Callable[..., Stack], tmp_path: Path
-) -> None:
+    llamacpp_compose, tmp_path
+):
     top = {"x-anvil": {"max_wait": 1, "policy": "eager"}}
     stack = llamacpp_compose(tmp_path, models=2, top=top, services={f"model-{n}": ON_CARD for n in (1, 2)})
     sys, _ = plant("radeon", tmp_path / "tree")
@@ -34,7 +31,7 @@ def test_a_resident_stays_where_other_processes_leave_the_next_model_less_than_i
     with serving(stack.file, state=tmp_path, environ=environ) as mux:
 
         def gpu() -> dict[str, object]:
-            return mux.get("/healthz")["gpus"]["amd1"]  # type: ignore[no-any-return]
+            return mux.get("/healthz")["gpus"]["amd1"]
 
         assert ask(mux, "model-1") == ""
         engine = pid_of(stack, "model-1")
@@ -46,7 +43,7 @@ def test_a_resident_stays_where_other_processes_leave_the_next_model_less_than_i
         eventually(lambda: measured(mux, "model-1") == "20GiB")
         assert ask(mux, "model-2") == ""
         account.hold({os.getpid(): 5 * GIB})
-        eventually(lambda: len(gpu()["others"]) == 1)  # type: ignore[arg-type]
+        eventually(lambda: len(gpu()["others"]) == 1)
         status, _, body = mux.chat("model-1")
         assert (status, json.loads(body)["error"]["code"]) == (503, "gpu_memory_short")
         assert stack.up() == {"model-2"}
@@ -62,9 +59,7 @@ def measured(mux: Running, model: str) -> object:
 
 
 @pytest.mark.parametrize("gpus", [["amd1"], ["/dev/dri/renderD128"], ["0000:0b:00.0"]])
-def test_a_card_goes_by_its_id_its_file_and_its_address(
-    llamacpp_compose: Callable[..., Stack], tmp_path: Path, gpus: list[str]
-) -> None:
+def test_a_card_goes_by_its_id_its_file_and_its_address(llamacpp_compose, tmp_path, gpus):
     stack = llamacpp_compose(tmp_path, models=1, services={"model-1": {"x-anvil": {"gpus": gpus}}})
     sys, _ = plant("radeon", tmp_path / "tree")
     environ = {**stack.engine.env, **instead(sys, tmp_path)}

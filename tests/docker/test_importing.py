@@ -1,7 +1,5 @@
 """What `anvil-mux import` made of another program's configuration, served with real engines."""
 
-from __future__ import annotations
-
 import re
 import secrets
 import subprocess
@@ -62,7 +60,7 @@ def imported(
         subprocess.run(["docker", "rm", "-f", f"{project}-{number}"], env=engine.env, capture_output=True)
 
 
-def test_llama_swaps_containers_become_services_that_take_turns(imported: Callable[[str], Stack]) -> None:
+def test_llama_swaps_containers_become_services_that_take_turns(imported):
     stack = imported("--mount type=bind,src={},dst=/m/tiny.gguf,readonly")
     assert "image: anvil-mux-test/llamacpp" in stack.file.read_text()
     with stack.watched() as seen, served(stack) as mux:
@@ -72,9 +70,7 @@ def test_llama_swaps_containers_become_services_that_take_turns(imported: Callab
     assert (seen.most, len(seen.names)) == (1, 2)
 
 
-def test_llama_swaps_containers_run_as_processes_where_an_option_has_no_counterpart(
-    imported: Callable[[str], Stack],
-) -> None:
+def test_llama_swaps_containers_run_as_processes_where_an_option_has_no_counterpart(imported):
     stack = imported("--log-driver none -v {}:/m/tiny.gguf:ro")
 
     def running() -> list[str]:
@@ -88,9 +84,7 @@ def test_llama_swaps_containers_run_as_processes_where_an_option_has_no_counterp
     eventually(lambda: not running())
 
 
-def test_the_models_of_ollamas_store_are_served_by_llama_servers(
-    engine: Engine, tiny_model: Callable[[int], Path], tmp_path: Path
-) -> None:
+def test_the_models_of_ollamas_store_are_served_by_llama_servers(engine, tiny_model, tmp_path):
     store = Store(tmp_path / "models")
     params = b'{"num_ctx": 1024, "temperature": 0.5, "num_thread": 1, "stop": ["x"]}'
     for seed in (1, 2):

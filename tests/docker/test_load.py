@@ -1,15 +1,10 @@
 """A load on real llama-server containers: killed and frozen, reloads, and a kill -9 of anvil-mux itself."""
 
-from __future__ import annotations
-
 import os
 import random
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from tests.docker.conftest import Stack
 from tests.docker.load_containers import MODELS, Containers, container_load
 
 REQUESTS = int(os.environ.get("ANVIL_LOAD_REQUESTS", "0"))
@@ -18,7 +13,7 @@ SEED = int(os.environ.get("ANVIL_LOAD_SEED", "1"))
 
 @pytest.mark.load
 @pytest.mark.skipif(not REQUESTS, reason="bin/test load sets ANVIL_LOAD_REQUESTS")
-def test_every_answer_is_accounted_for(llamacpp_compose: Callable[..., Stack], tmp_path: Path) -> None:
+def test_every_answer_is_accounted_for(llamacpp_compose, tmp_path):
     stack = llamacpp_compose(tmp_path, models=len(MODELS))
     load = container_load(stack, Containers(stack), tmp_path, REQUESTS, random.Random(SEED))
     load.run()

@@ -1,14 +1,9 @@
 """Real llama-servers, each with a key of its own, that are published on one port one after the other."""
 
-from __future__ import annotations
-
 import socket
-from collections.abc import Callable
-from pathlib import Path
 
 import openai
 
-from tests.docker.conftest import Stack
 from tests.docker.served import PATIENCE
 from tests.running import serving
 
@@ -16,9 +11,7 @@ OURS = "a-key-of-clients"
 KEYS = {"model-1": "KEY-ONE", "model-2": "KEY-TWO", "model-3": None}
 
 
-def test_engines_on_one_port_are_each_shown_their_own_key(
-    llamacpp_compose: Callable[..., Stack], tmp_path: Path
-) -> None:
+def test_engines_on_one_port_are_each_shown_their_own_key(llamacpp_compose, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     services = {

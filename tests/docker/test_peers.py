@@ -1,7 +1,5 @@
 """`bin/bench peers` for some seconds, on real llama-servers."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -9,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.docker.conftest import Engine
-
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("--rounds", "1", "--mib", "40", "--seconds", "3", "--answer", "1", "--long", "3")
 TIMEOUT = 600.0
 
 
-def test_the_same_clients_are_served_by_anvil_mux_and_by_llama_cpp_s_router(engine: Engine) -> None:
+def test_the_same_clients_are_served_by_anvil_mux_and_by_llama_cpp_s_router(engine):
     """``engine`` brings the root file system of which llama-server is started."""
     if os.geteuid() != 0:
         pytest.skip("needs root, for chroot")

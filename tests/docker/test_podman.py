@@ -1,7 +1,5 @@
 """Podman in Docker's place: Compose, and anvil-mux, through its socket, as the user who runs the tests."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -59,7 +57,7 @@ def run_of(stack: Stack, podman: Engine) -> Callable[[], tuple[str, str]]:
     return found
 
 
-def test_models_take_turns(stack: Stack) -> None:
+def test_models_take_turns(stack):
     with stack.watched() as seen, served(stack) as mux:
         for model in ("model-1", "model-2", "model-1"):
             assert ask(mux, model) == ""
@@ -67,7 +65,7 @@ def test_models_take_turns(stack: Stack) -> None:
     assert seen.names == {stack.container(model) for model in stack.models}
 
 
-def test_an_engine_is_taken_over_after_a_kill(stack: Stack, run_of: Callable[[], tuple[str, str]]) -> None:
+def test_an_engine_is_taken_over_after_a_kill(stack, run_of):
     with lasting(stack) as mux:
         assert ask(mux, "model-1") == ""
         run = run_of()
@@ -78,7 +76,7 @@ def test_an_engine_is_taken_over_after_a_kill(stack: Stack, run_of: Callable[[],
         assert count(mux, "anvil_model_loads") == 0
 
 
-def test_an_engine_that_dies_is_seen_and_loaded_again(stack: Stack, podman: Engine) -> None:
+def test_an_engine_that_dies_is_seen_and_loaded_again(stack, podman):
     with served(stack) as mux:
         assert ask(mux, "model-1") == ""
         podman.request("POST", f"/containers/{stack.container('model-1')}/kill", signal="SIGKILL")
@@ -86,7 +84,7 @@ def test_an_engine_that_dies_is_seen_and_loaded_again(stack: Stack, podman: Engi
         assert ask(mux, "model-1") == ""
 
 
-def test_the_log_of_an_engine_is_shown(stack: Stack) -> None:
+def test_the_log_of_an_engine_is_shown(stack):
     with served(stack) as mux:
         assert ask(mux, "model-1") == ""
         command = [

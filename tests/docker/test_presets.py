@@ -1,7 +1,5 @@
 """Presets, LoRA adapters and keep_alive on real llama-servers, through the clients of each API."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -76,9 +74,7 @@ def chat(mux: Running, model: str, **said: Any) -> str:
     return str(found["choices"][0]["message"]["content"])
 
 
-def test_adapters_answer_under_their_names_at_one_engine_and_none_answers_for_another(
-    mux: Running, stack: Stack
-) -> None:
+def test_adapters_answer_under_their_names_at_one_engine_and_none_answers_for_another(mux, stack):
     said = {name: chat(mux, name, cache_prompt=False) for name in (BASE, "sql", "law")}
     assert len(set(said.values())) == 3
     run = run_of(stack, BASE)
@@ -95,7 +91,7 @@ def test_adapters_answer_under_their_names_at_one_engine_and_none_answers_for_an
     assert count(mux, "anvil_model_loads", model=BASE, result="ok") == 1
 
 
-def test_presets_hold_in_every_api(mux: Running, stack: Stack) -> None:
+def test_presets_hold_in_every_api(mux, stack):
     url = f"http://127.0.0.1:{mux.port}"
     with client_of(mux) as client:
         assert [model.id for model in client.models.list()] == [*NAMES, OTHER]
@@ -119,7 +115,7 @@ def test_presets_hold_in_every_api(mux: Running, stack: Stack) -> None:
     assert mux.get("/healthz")["models"][BASE]["presets"] == NAMES[1:]
 
 
-def test_other_presets_take_effect_while_the_engine_runs_on(mux: Running, stack: Stack) -> None:
+def test_other_presets_take_effect_while_the_engine_runs_on(mux, stack):
     assert ask(mux, "/v1/completions", model="short", prompt="Hi")["usage"]["completion_tokens"] == 3
     run = run_of(stack, BASE)
     stack.file.write_text(stack.file.read_text().replace("max_tokens: 3", "max_tokens: 5"))
@@ -128,7 +124,7 @@ def test_other_presets_take_effect_while_the_engine_runs_on(mux: Running, stack:
     assert run_of(stack, BASE) == run
 
 
-def test_keep_alive_lets_a_real_engine_go_when_it_ends(mux: Running, stack: Stack) -> None:
+def test_keep_alive_lets_a_real_engine_go_when_it_ends(mux, stack):
     with ollamas_client(mux) as own:
         own.generate("short", "Hi", keep_alive="1h")
         assert [model.model for model in own.ps().models] == [BASE]

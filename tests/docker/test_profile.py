@@ -1,14 +1,10 @@
 """A real engine is measured, and requests are routed by what was found."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 
 import openai
 import pytest
@@ -53,9 +49,7 @@ def ready(mux: Running) -> int:
     )
 
 
-def test_a_real_engine_is_profiled_and_gets_no_more_than_it_was_seen_to_do(
-    llamacpp_compose: Callable[..., Stack], tmp_path: Path
-) -> None:
+def test_a_real_engine_is_profiled_and_gets_no_more_than_it_was_seen_to_do(llamacpp_compose, tmp_path):
     alone = {MODEL: {"x-anvil": {"gpus": []}, **ENDLESS}}
     stack = llamacpp_compose(tmp_path, models=1, slots=SLOTS, services=alone)
     with served(stack) as mux:

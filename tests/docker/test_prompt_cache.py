@@ -1,7 +1,5 @@
 """Prompts of real llama-servers in containers, which are saved and restored as models take turns."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,7 +57,7 @@ def kept(mux: Running, model: str) -> int:
     return int(mux.get("/healthz")["models"][model]["backends"][model]["kept_prompts"]["prompts"])
 
 
-def test_prompts_are_there_after_a_swap_and_are_answered_alike(mux: Running, stack: Stack) -> None:
+def test_prompts_are_there_after_a_swap_and_are_answered_alike(mux, stack):
     first = {prompt: ask(mux, ONE, prompt) for prompt in (ALPHA, BETA)}
     assert all(computed > LONG and cached < 10 for _, computed, cached in first.values())
     run = run_of(stack, ONE)
@@ -73,7 +71,7 @@ def test_prompts_are_there_after_a_swap_and_are_answered_alike(mux: Running, sta
     assert ask(mux, OTHER, ALPHA)[2] > LONG
 
 
-def test_a_file_that_is_cut_short_is_removed_and_its_prompt_is_computed(mux: Running, stack: Stack) -> None:
+def test_a_file_that_is_cut_short_is_removed_and_its_prompt_is_computed(mux, stack):
     first = {prompt: ask(mux, ONE, prompt) for prompt in (ALPHA, BETA)}
     ask(mux, OTHER, ALPHA)
     cut, whole = files(stack, ONE)
@@ -87,7 +85,7 @@ def test_a_file_that_is_cut_short_is_removed_and_its_prompt_is_computed(mux: Run
     assert whole.exists()
 
 
-def test_prompts_of_another_model_file_are_removed(mux: Running, stack: Stack, tmp_path: Path) -> None:
+def test_prompts_of_another_model_file_are_removed(mux, stack, tmp_path):
     ask(mux, ONE, ALPHA)
     theirs, _, _ = ask(mux, OTHER, ALPHA)
     said = yaml.safe_load(stack.file.read_text())

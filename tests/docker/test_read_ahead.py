@@ -1,7 +1,5 @@
 """The weights of a real llama-server are in the page cache before its container is started."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading
@@ -68,9 +66,7 @@ def watch(mux: Running, weights: Path, meanwhile: Callable[[], object]) -> None:
         )
 
 
-def test_weights_are_in_the_page_cache_before_the_load_begins(
-    mux: Running, stack: Stack, weights: Path
-) -> None:
+def test_weights_are_in_the_page_cache_before_the_load_begins(mux, stack, weights):
     with client_of(mux) as client:
         running = stream(client, ONE, FOREVER)
         next(running)
@@ -89,7 +85,7 @@ def test_weights_are_in_the_page_cache_before_the_load_begins(
     assert count(mux, "anvil_read_ahead_bytes", model=ONE) == 0
 
 
-def test_nothing_is_read_where_it_is_turned_off(mux: Running, stack: Stack, weights: Path) -> None:
+def test_nothing_is_read_where_it_is_turned_off(mux, stack, weights):
     said = yaml.safe_load(stack.file.read_text())
     said["services"][OTHER]["x-anvil"]["read_ahead"] = False
     stack.file.write_text(yaml.safe_dump(said, sort_keys=False))

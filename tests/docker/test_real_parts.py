@@ -1,12 +1,7 @@
 """The parts the Docker tier is made of work by themselves, without anvil-mux."""
 
-from __future__ import annotations
-
 import http.client
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 HEALTHY = {
     "healthcheck": {
@@ -29,9 +24,7 @@ def stream(port: int, model: str) -> list[str]:
     return events
 
 
-def test_a_real_llama_server_streams_and_the_witness_sees_it(
-    llamacpp_compose: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_real_llama_server_streams_and_the_witness_sees_it(llamacpp_compose, tmp_path):
     stack = llamacpp_compose(tmp_path, models=2, services={"model-1": HEALTHY, "model-2": HEALTHY})
     stack.compose("create")
     assert stack.up() == set()
@@ -49,25 +42,21 @@ def test_a_real_llama_server_streams_and_the_witness_sees_it(
     assert seen.names == {stack.container("model-1"), stack.container("model-2")}
 
 
-def test_the_witness_sees_two_at_once(llamacpp_compose: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_witness_sees_two_at_once(llamacpp_compose, tmp_path):
     stack = llamacpp_compose(tmp_path, models=2, services={"model-1": HEALTHY, "model-2": HEALTHY})
     with stack.watched() as seen:
         stack.compose("up", "--detach", "--wait")
     assert seen.crowded == [stack.container("model-1"), stack.container("model-2")]
 
 
-def test_nothing_of_a_project_is_left_after_remove(
-    llamacpp_compose: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_nothing_of_a_project_is_left_after_remove(llamacpp_compose, tmp_path):
     stack = llamacpp_compose(tmp_path, models=2)
     stack.compose("up", "--detach")
     stack.engine.remove(stack.project)
     assert stack.engine.containers(stack.project, all=True) == []
 
 
-def test_an_engine_of_ones_own_stops_and_starts(
-    own_engine: Any, llamacpp_compose: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_an_engine_of_ones_own_stops_and_starts(own_engine, llamacpp_compose, tmp_path):
     stack = llamacpp_compose(tmp_path, models=1, services={"model-1": HEALTHY}, engine=own_engine)
     stack.compose("up", "--detach", "--wait")
     assert stack.up() == {"model-1"}

@@ -1,7 +1,5 @@
 """Another configuration while real containers serve: who is described as before goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,7 +50,7 @@ def otherwise(stack: Stack) -> dict[str, Any]:
     return {STAYS: stays, CHANGES: changed, COMES: new}
 
 
-def test_a_stream_spans_a_reload_in_which_all_other_containers_change(stack: Stack) -> None:
+def test_a_stream_spans_a_reload_in_which_all_other_containers_change(stack):
     with served(stack) as mux, client_of(mux) as client:
         for model in stack.models:
             assert ask(mux, model) == ""
@@ -71,7 +69,7 @@ def test_a_stream_spans_a_reload_in_which_all_other_containers_change(stack: Sta
         assert [count(mux, "anvil_severed_requests", model=model) for model in (STAYS, CHANGES)] == [0, 1]
 
 
-def test_what_cannot_be_used_changes_no_container(stack: Stack) -> None:
+def test_what_cannot_be_used_changes_no_container(stack):
     with served(stack) as mux, client_of(mux) as client:
         for model in stack.models:
             assert ask(mux, model) == ""

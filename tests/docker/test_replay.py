@@ -1,12 +1,9 @@
 """Traffic is played against real engines, and its swaps and waits are those of the events."""
 
-from __future__ import annotations
-
 import csv
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -68,9 +65,7 @@ def plain(stack: Stack, model: str) -> str:
     return url
 
 
-def test_sessions_are_played_against_llama_servers_and_beside_their_simulation(
-    llamacpp_compose: Callable[..., Stack], tmp_path: Path
-) -> None:
+def test_sessions_are_played_against_llama_servers_and_beside_their_simulation(llamacpp_compose, tmp_path):
     stack = llamacpp_compose(tmp_path, models=2, services={"model-1": ENDLESS, "model-2": ENDLESS})
     workload, requests = tmp_path / "w.jsonl", tmp_path / "requests.csv"
     workload.write_text(SESSIONS)
@@ -88,9 +83,7 @@ def test_sessions_are_played_against_llama_servers_and_beside_their_simulation(
     assert [float(row["waited"]) > 0 for row in rows] == [False, True, True, False]
 
 
-def test_a_trace_of_prompts_shares_its_prefixes_in_a_real_cache(
-    llamacpp_compose: Callable[..., Stack], tmp_path: Path
-) -> None:
+def test_a_trace_of_prompts_shares_its_prefixes_in_a_real_cache(llamacpp_compose, tmp_path):
     stack = llamacpp_compose(tmp_path, models=1, slots=1, services={"model-1": ENDLESS})
     trace = tmp_path / "t.jsonl"
     trace.write_text(
@@ -114,9 +107,7 @@ ALONE = """
 """.lstrip()
 
 
-def test_an_anvil_mux_and_a_llama_server_are_asked_in_turns(
-    llamacpp_compose: Callable[..., Stack], tmp_path: Path
-) -> None:
+def test_an_anvil_mux_and_a_llama_server_are_asked_in_turns(llamacpp_compose, tmp_path):
     """The same engine on both sides, so that both answer with as many tokens."""
     ours, theirs = [llamacpp_compose(tmp_path, models=1, services={"model-1": ENDLESS}) for _ in range(2)]
     workload, requests = tmp_path / "w.jsonl", tmp_path / "requests.csv"
@@ -137,9 +128,7 @@ def test_an_anvil_mux_and_a_llama_server_are_asked_in_turns(
     assert second / first == pytest.approx(ratio, abs=0.01)
 
 
-def test_a_server_that_refuses_everybody_costs_the_other_nothing(
-    llamacpp_compose: Callable[..., Stack], tmp_path: Path
-) -> None:
+def test_a_server_that_refuses_everybody_costs_the_other_nothing(llamacpp_compose, tmp_path):
     """A llama-server whose context is too short has the model, and answers none of these prompts."""
     short = "llama-server -m /m/tiny.gguf --alias model-1 --host 0.0.0.0 --port 8080 -c 256 -np 1"
     ours, theirs = [
@@ -158,7 +147,7 @@ def test_a_server_that_refuses_everybody_costs_the_other_nothing(
     assert seen == [(0, 2, {}), (0, 2, refused), (1, 2, refused), (1, 2, {})]
 
 
-def test_the_clients_of_a_log_come_again(llamacpp_compose: Callable[..., Stack], tmp_path: Path) -> None:
+def test_the_clients_of_a_log_come_again(llamacpp_compose, tmp_path):
     stack = llamacpp_compose(tmp_path, models=2, services={"model-1": ENDLESS, "model-2": ENDLESS})
     workload, log = tmp_path / "w.jsonl", tmp_path / "events.jsonl"
     workload.write_text(SESSION.replace('"a"', '"model-1"').replace('"b"', '"model-2"'))

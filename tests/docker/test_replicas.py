@@ -1,17 +1,12 @@
 """Three real llama-servers behind one name, one of which is killed under load."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import openai
 
-from tests.docker.conftest import Stack
 from tests.docker.served import PATIENCE, client_of, docker, eventually, is_idle, served, stream
 from tests.running import Running
 
@@ -85,8 +80,8 @@ def leases(mux: Running) -> dict[str, int]:
 
 
 def test_an_engine_killed_under_load_loses_no_request_that_had_not_begun_to_stream(
-    llamacpp_compose: Callable[..., Stack], tmp_path: Path
-) -> None:
+    llamacpp_compose, tmp_path
+):
     stack = llamacpp_compose(tmp_path, models=3, slots=2, one=MODEL)
     with served(stack) as mux:
         eventually(lambda: stack.up() == {"model-1", "model-2", "model-3"})

@@ -1,7 +1,5 @@
 """anvil-mux ends, by a signal or a crash, and starts again beside real containers that ran on."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +38,7 @@ def stack(llamacpp_compose: MakeStack, tmp_path: Path) -> Stack:
     return llamacpp_compose(tmp_path, models=2, services={"model-1": ENDLESS})
 
 
-def test_a_crash_loses_only_what_was_in_flight_and_the_next_start_takes_the_engine_over(stack: Stack) -> None:
+def test_a_crash_loses_only_what_was_in_flight_and_the_next_start_takes_the_engine_over(stack):
     with lasting(stack) as mux, client_of(mux) as client:
         answer = stream(client, "model-1", FOREVER)
         mux.stop(signal.SIGKILL)
@@ -57,9 +55,7 @@ def test_a_crash_loses_only_what_was_in_flight_and_the_next_start_takes_the_engi
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_a_restart_takes_frozen_containers_over_as_they_are(
-    llamacpp_compose: MakeStack, tmp_path: Path, end: signal.Signals
-) -> None:
+def test_a_restart_takes_frozen_containers_over_as_they_are(llamacpp_compose, tmp_path, end):
     stack = llamacpp_compose(tmp_path, models=3, services={f"model-{n}": FROZEN for n in (1, 2, 3)})
     with lasting(stack) as mux:
         for model in stack.models:
@@ -78,11 +74,8 @@ def test_a_restart_takes_frozen_containers_over_as_they_are(
 
 
 def test_containers_that_were_left_are_stopped_by_the_command_frozen_ones_too(
-    llamacpp_compose: MakeStack,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    llamacpp_compose, tmp_path, monkeypatch, capsys
+):
     stack = llamacpp_compose(tmp_path, models=2, services=dict.fromkeys(("model-1", "model-2"), FROZEN))
     with lasting(stack) as mux:
         for model in stack.models:
@@ -98,8 +91,8 @@ def test_containers_that_were_left_are_stopped_by_the_command_frozen_ones_too(
 
 
 def test_what_was_still_loading_at_a_crash_and_does_not_answer_is_stopped_at_the_next_start(
-    llamacpp_compose: MakeStack, tmp_path: Path
-) -> None:
+    llamacpp_compose, tmp_path
+):
     bad = {**SLEEPER, "x-anvil": {"gpus": ["0"]}}
     stack = llamacpp_compose(tmp_path, models=1, services={"bad": bad})
     with lasting(stack) as mux, ThreadPoolExecutor(1) as pool:
@@ -113,7 +106,7 @@ def test_what_was_still_loading_at_a_crash_and_does_not_answer_is_stopped_at_the
         assert ask(mux, "model-1") == ""
 
 
-def test_of_two_engines_on_one_gpu_one_is_adopted_and_the_other_stopped(stack: Stack) -> None:
+def test_of_two_engines_on_one_gpu_one_is_adopted_and_the_other_stopped(stack):
     stack.compose("up", "--detach")
     runs = {model: run_of(stack, model) for model in stack.models}
     with served(stack) as mux:
@@ -126,7 +119,7 @@ def test_of_two_engines_on_one_gpu_one_is_adopted_and_the_other_stopped(stack: S
             assert ask(mux, model) == ""
 
 
-def test_an_engine_that_the_file_no_longer_has_is_stopped_at_the_next_start(stack: Stack) -> None:
+def test_an_engine_that_the_file_no_longer_has_is_stopped_at_the_next_start(stack):
     with lasting(stack) as mux:
         assert ask(mux, "model-2") == ""
         mux.stop(signal.SIGKILL)
@@ -138,9 +131,7 @@ def test_an_engine_that_the_file_no_longer_has_is_stopped_at_the_next_start(stac
         assert ask(mux, "model-1") == ""
 
 
-def test_services_of_the_project_that_serve_no_model_are_left_alone(
-    llamacpp_compose: MakeStack, tmp_path: Path
-) -> None:
+def test_services_of_the_project_that_serve_no_model_are_left_alone(llamacpp_compose, tmp_path):
     stack = llamacpp_compose(tmp_path, models=1, services={"web": {**SLEEPER, "ports": None}})
     stack.compose("up", "--detach", "web")
     run = run_of(stack, "web")
@@ -151,9 +142,7 @@ def test_services_of_the_project_that_serve_no_model_are_left_alone(
 
 
 @pytest.mark.parametrize(("on_exit", "left"), [("keep", {"model-1"}), ("stop", set())])
-def test_sigterm_lets_a_stream_end_and_then_does_with_the_engine_as_on_exit_says(
-    stack: Stack, on_exit: str, left: set[str]
-) -> None:
+def test_sigterm_lets_a_stream_end_and_then_does_with_the_engine_as_on_exit_says(stack, on_exit, left):
     with lasting(stack, "--on-exit", on_exit) as mux, client_of(mux) as client:
         answer = stream(client, "model-1", 3000)
         mux.process.send_signal(signal.SIGTERM)
@@ -162,7 +151,7 @@ def test_sigterm_lets_a_stream_end_and_then_does_with_the_engine_as_on_exit_says
     assert stack.up() == left
 
 
-def test_a_stream_that_outlasts_the_drain_of_a_sigterm_ends_with_an_error(stack: Stack) -> None:
+def test_a_stream_that_outlasts_the_drain_of_a_sigterm_ends_with_an_error(stack):
     with lasting(stack, "--on-exit", "stop", "--drain-timeout", "1") as mux, client_of(mux) as client:
         answer = stream(client, "model-1", FOREVER)
         mux.process.send_signal(signal.SIGTERM)

@@ -1,7 +1,5 @@
 """A scaled service on a real Docker Engine: each of its containers is a replica."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -61,9 +59,7 @@ def ready(mux: Running, *numbers: int) -> bool:
 
 
 @pytest.mark.parametrize("ports", [["127.0.0.1::8080"], None, ["127.0.0.1:18431-18433:8080"]])
-def test_requests_go_to_every_container_of_a_scaled_service(
-    scaled: Callable[..., Stack], ports: list[str] | None
-) -> None:
+def test_requests_go_to_every_container_of_a_scaled_service(scaled, ports):
     stack = scaled(ports=ports)
     with served(stack) as mux:
         eventually(lambda: ready(mux, 1, 2, 3))
@@ -76,7 +72,7 @@ def test_requests_go_to_every_container_of_a_scaled_service(
                 list(each)
 
 
-def test_a_replica_that_is_killed_comes_back_alone(scaled: Callable[..., Stack]) -> None:
+def test_a_replica_that_is_killed_comes_back_alone(scaled):
     stack = scaled()
     with served(stack) as mux:
         eventually(lambda: ready(mux, 1, 2, 3))
@@ -86,7 +82,7 @@ def test_a_replica_that_is_killed_comes_back_alone(scaled: Callable[..., Stack])
         assert ask(mux, MODEL) == ""
 
 
-def test_a_restarted_anvil_mux_takes_over_each_container(scaled: Callable[..., Stack]) -> None:
+def test_a_restarted_anvil_mux_takes_over_each_container(scaled):
     stack = scaled()
     with lasting(stack) as first:
         eventually(lambda: ready(first, 1, 2, 3))
@@ -101,7 +97,7 @@ def test_a_restarted_anvil_mux_takes_over_each_container(scaled: Callable[..., S
         assert ask(second, MODEL) == ""
 
 
-def test_a_container_that_was_removed_is_made_again_beside_the_others(scaled: Callable[..., Stack]) -> None:
+def test_a_container_that_was_removed_is_made_again_beside_the_others(scaled):
     stack = scaled()
     with lasting(stack) as first:
         eventually(lambda: ready(first, 1, 2, 3))
@@ -121,7 +117,7 @@ def scale(stack: Stack, mux: Running, count: int) -> None:
     assert mux.request("POST", "/reload")[0] == 200
 
 
-def test_another_scale_takes_effect_while_those_that_stay_go_on(scaled: Callable[..., Stack]) -> None:
+def test_another_scale_takes_effect_while_those_that_stay_go_on(scaled):
     stack = scaled(scale=2, **ENDLESS)
     with served(stack) as mux, client_of(mux) as client:
         eventually(lambda: ready(mux, 1, 2))

@@ -1,7 +1,5 @@
 """anvil-mux in front of real llama-server containers: swaps, streams, and all that may go wrong."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.docker.conftest import OwnEngine, Stack
+from tests.docker.conftest import Stack
 from tests.docker.served import (
     BUSYBOX,
     ENDLESS,
@@ -67,8 +65,8 @@ def endless(llamacpp_compose: MakeStack, tmp_path: Path) -> Stack:
 
 
 def test_three_engines_share_a_gpu_under_eight_clients_that_alternate_between_them(
-    llamacpp_compose: MakeStack, tmp_path: Path
-) -> None:
+    llamacpp_compose, tmp_path
+):
     stack = llamacpp_compose(tmp_path, models=3)
     with served(stack) as mux, stack.watched() as seen:
         flaws = alternate(mux, stack.models)
@@ -96,8 +94,8 @@ def alternate(mux: Running, models: tuple[str, ...]) -> list[str]:
 
 
 def test_a_stream_that_outlasts_the_drain_ends_with_an_error_and_the_next_model_is_served(
-    llamacpp_compose: MakeStack, tmp_path: Path
-) -> None:
+    llamacpp_compose, tmp_path
+):
     stack = llamacpp_compose(tmp_path, models=2, services={GOOD: ENDLESS})
     with served(stack, "--policy", "eager", "--drain-timeout", "1") as mux, client_of(mux) as client:
         with ThreadPoolExecutor(1) as pool, stream(client, GOOD, FOREVER) as answer:
@@ -109,7 +107,7 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error_and_the_next_model_
         assert count(mux, "anvil_severed_requests", model=GOOD) == 1
 
 
-def test_a_client_that_leaves_in_mid_stream_frees_its_lease(endless: Stack) -> None:
+def test_a_client_that_leaves_in_mid_stream_frees_its_lease(endless):
     with served(endless) as mux, client_of(mux) as client:
         with stream(client, GOOD, FOREVER) as answer:
             next(answer)
@@ -120,9 +118,7 @@ def test_a_client_that_leaves_in_mid_stream_frees_its_lease(endless: Stack) -> N
 # An engine that dies
 
 
-def test_an_engine_killed_in_mid_stream_is_an_error_and_the_next_request_loads_it_again(
-    endless: Stack,
-) -> None:
+def test_an_engine_killed_in_mid_stream_is_an_error_and_the_next_request_loads_it_again(endless):
     with served(endless) as mux, client_of(mux) as client:
         assert ask(mux, GOOD) == ""  # so that its end is not one right after its load
         with stream(client, GOOD, FOREVER) as answer:
@@ -137,9 +133,7 @@ def test_an_engine_killed_in_mid_stream_is_an_error_and_the_next_request_loads_i
         assert count(mux, "anvil_model_loads", result="ok") == 2
 
 
-def test_a_request_whose_engine_was_killed_before_a_byte_came_is_answered_by_its_next_run(
-    endless: Stack,
-) -> None:
+def test_a_request_whose_engine_was_killed_before_a_byte_came_is_answered_by_its_next_run(endless):
     with served(endless) as mux, ThreadPoolExecutor(1) as pool:
         assert ask(mux, GOOD) == ""
         eventually(lambda: is_idle(mux))  # so the lease below is the next one's
@@ -153,8 +147,8 @@ def test_a_request_whose_engine_was_killed_before_a_byte_came_is_answered_by_its
 
 
 def test_an_idle_engine_that_was_killed_is_empty_soon_and_loaded_at_the_next_request(
-    llamacpp_compose: MakeStack, tmp_path: Path
-) -> None:
+    llamacpp_compose, tmp_path
+):
     stack = llamacpp_compose(tmp_path, models=2)
     with served(stack) as mux:
         assert ask(mux, GOOD) == ""
@@ -165,8 +159,8 @@ def test_an_idle_engine_that_was_killed_is_empty_soon_and_loaded_at_the_next_req
 
 
 def test_an_engine_killed_while_it_is_standby_is_empty_soon_and_loaded_at_the_next_request(
-    llamacpp_compose: MakeStack, tmp_path: Path
-) -> None:
+    llamacpp_compose, tmp_path
+):
     stack = llamacpp_compose(tmp_path, models=2, services={GOOD: FROZEN, "model-2": FROZEN})
     with served(stack) as mux:
         for model in stack.models:
@@ -185,9 +179,7 @@ def test_an_engine_killed_while_it_is_standby_is_empty_soon_and_loaded_at_the_ne
 # Loads that fail
 
 
-def test_an_engine_that_never_gets_healthy_is_refused_at_once_afterwards_and_the_good_one_goes_on(
-    with_bad: Callable[..., Stack],
-) -> None:
+def test_an_engine_that_never_gets_healthy_is_refused_at_once_afterwards_and_the_good_one_goes_on(with_bad):
     stack = with_bad("2s", command=["sh", "-c", "echo waiting for the weights; exec sleep 1000"])
     with served(stack) as mux, ThreadPoolExecutor(2) as pool, stack.watched() as seen:
         assert ask(mux, GOOD) == ""
@@ -216,8 +208,8 @@ def test_an_engine_that_never_gets_healthy_is_refused_at_once_afterwards_and_the
     ],
 )
 def test_an_engine_that_ends_as_it_loads_fails_long_before_its_load_timeout_with_its_last_lines(
-    with_bad: Callable[..., Stack], command: list[str], is_killed: bool, said: str
-) -> None:
+    with_bad, command, is_killed, said
+):
     stack = with_bad("10m", command=command)
     with served(stack) as mux, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(mux.chat, BAD)
@@ -232,9 +224,7 @@ def test_an_engine_that_ends_as_it_loads_fails_long_before_its_load_timeout_with
         assert ask(mux, GOOD) == ""
 
 
-def test_an_image_that_is_missing_is_named_with_its_remedy_and_puts_nobody_out_twice(
-    with_bad: Callable[..., Stack],
-) -> None:
+def test_an_image_that_is_missing_is_named_with_its_remedy_and_puts_nobody_out_twice(with_bad):
     image = "anvil-mux-test/none:1"
     stack = with_bad(image=image)
     with served(stack) as mux:
@@ -251,8 +241,8 @@ def test_an_image_that_is_missing_is_named_with_its_remedy_and_puts_nobody_out_t
 
 
 def test_while_dockerd_is_away_it_says_so_and_when_it_is_back_requests_work_again(
-    llamacpp_compose: MakeStack, tmp_path: Path, own_engine: OwnEngine
-) -> None:
+    llamacpp_compose, tmp_path, own_engine
+):
     stack = llamacpp_compose(tmp_path, models=2, engine=own_engine)
     with served(stack) as mux:
         assert ask(mux, "model-1") == ""
@@ -274,8 +264,8 @@ def test_while_dockerd_is_away_it_says_so_and_when_it_is_back_requests_work_agai
 
 @pytest.mark.parametrize("moment", ["draining", "loading"])
 def test_docker_is_restarted_in_the_middle_of_a_swap_and_all_goes_on(
-    llamacpp_compose: MakeStack, tmp_path: Path, own_engine: OwnEngine, moment: str
-) -> None:
+    llamacpp_compose, tmp_path, own_engine, moment
+):
     server = "llama-server -m /m/tiny.gguf --alias model-2 --host 0.0.0.0 --port 8080 -c 1024"
     slow = {"command": ["sh", "-c", f"sleep 3; exec {server}"]}
     stack = llamacpp_compose(tmp_path, services={GOOD: ENDLESS, "model-2": slow}, models=2, engine=own_engine)

@@ -1,26 +1,20 @@
 """What people who share a machine have, on real llama-servers: a pause, usage by key, requests to look at."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import openai
 import pytest
 
 from anvil_mux.cli.main import main
-from tests.docker.conftest import Stack
 from tests.docker.served import ENDLESS, FOREVER, ask, client_of, eventually, leases, served, state_of, stream
 from tests.running import seen, serving
 
-MakeStack = Callable[..., Stack]
 FROZEN = {"x-anvil": {"gpus": ["0"], "evict_to": ["freeze"]}}
 
 
 def test_a_pause_stops_every_container_frozen_ones_too_until_it_is_resumed(
-    llamacpp_compose: MakeStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    llamacpp_compose, tmp_path, monkeypatch
+):
     services = {"model-1": FROZEN, "model-2": {**ENDLESS, "x-anvil": {"gpus": ["0"], "pin": True}}}
     stack = llamacpp_compose(tmp_path, models=2, services=services, top={"x-anvil": {"drain_timeout": 1}})
     with served(stack) as mux:
@@ -47,9 +41,7 @@ def test_a_pause_stops_every_container_frozen_ones_too_until_it_is_resumed(
         assert stack.up() == {"model-1"}
 
 
-def test_requests_that_wait_are_answered_when_the_time_of_a_pause_is_over(
-    llamacpp_compose: MakeStack, tmp_path: Path
-) -> None:
+def test_requests_that_wait_are_answered_when_the_time_of_a_pause_is_over(llamacpp_compose, tmp_path):
     stack = llamacpp_compose(tmp_path, models=1, top={"x-anvil": {"when_paused": "wait"}})
     with served(stack) as mux:
         assert ask(mux, "model-1") == ""
@@ -59,9 +51,7 @@ def test_requests_that_wait_are_answered_when_the_time_of_a_pause_is_over(
         assert mux.get("/healthz")["paused"] is None
 
 
-def test_usage_is_what_the_engine_says_and_a_request_can_be_looked_at(
-    llamacpp_compose: MakeStack, tmp_path: Path
-) -> None:
+def test_usage_is_what_the_engine_says_and_a_request_can_be_looked_at(llamacpp_compose, tmp_path):
     stack = llamacpp_compose(tmp_path, models=1, top={"x-anvil": {"capture": 5}})
     keys = "key-of-alice name=alice models=*;key-of-root name=root"
     environ = {**stack.engine.env, "ANVIL_API_KEYS": keys}

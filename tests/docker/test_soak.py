@@ -6,8 +6,6 @@ soak's own, which is restarted and killed. Every half minute a line says how far
 ANVIL_SOAK_FOLDER, and what it is made from stays there when something is wrong, or with ANVIL_SOAK_KEEP.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -40,7 +38,7 @@ FAULTS_EVERY = 12
 
 @pytest.mark.soak
 @pytest.mark.skipif(not SECONDS, reason="bin/test soak sets ANVIL_SOAK_SECONDS")
-def test_every_answer_is_accounted_for_while_everything_fails() -> None:
+def test_every_answer_is_accounted_for_while_everything_fails():
     parts = {name: FOLDER / name for name in ("processes", "containers")}
     for part in parts.values():
         shutil.rmtree(part, ignore_errors=True)

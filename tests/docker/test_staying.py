@@ -1,16 +1,11 @@
 """Who stays and who comes back, with real llama-server containers."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import openai
 import pytest
 
-from tests.docker.conftest import Stack
 from tests.docker.served import (
     ENDLESS,
     FOREVER,
@@ -27,7 +22,6 @@ from tests.docker.served import (
     stream,
 )
 
-MakeStack = Callable[..., Stack]
 FILM, CHAT = "model-1", "model-2"
 LONG = 6_000
 """Tokens of an answer that takes a second and more."""
@@ -37,9 +31,7 @@ def of(**settings: object) -> dict[str, object]:
     return {**ENDLESS, "x-anvil": {"gpus": ["0"], **settings}}
 
 
-def test_a_long_answer_ends_before_its_model_makes_room_and_a_chat_is_severed(
-    llamacpp_compose: MakeStack, tmp_path: Path
-) -> None:
+def test_a_long_answer_ends_before_its_model_makes_room_and_a_chat_is_severed(llamacpp_compose, tmp_path):
     top = {"x-anvil": {"drain_timeout": 1}}
     services = {FILM: of(drain_timeout="none"), CHAT: of()}
     stack = llamacpp_compose(tmp_path, models=2, top=top, services=services)
@@ -69,7 +61,7 @@ def test_a_long_answer_ends_before_its_model_makes_room_and_a_chat_is_severed(
         assert count(mux, "anvil_severed_requests") == 1
 
 
-def test_a_home_model_comes_back(llamacpp_compose: MakeStack, tmp_path: Path) -> None:
+def test_a_home_model_comes_back(llamacpp_compose, tmp_path):
     stack = llamacpp_compose(tmp_path, models=2, services={FILM: of(home=True, home_after=5)})
     with served(stack) as mux:
         eventually(lambda: state_of(mux, FILM) == "ready")
@@ -81,9 +73,7 @@ def test_a_home_model_comes_back(llamacpp_compose: MakeStack, tmp_path: Path) ->
         assert count(mux, "anvil_model_loads", model=FILM, result="ok") == 2
 
 
-def test_a_name_for_several_is_served_by_the_one_that_is_there(
-    llamacpp_compose: MakeStack, tmp_path: Path
-) -> None:
+def test_a_name_for_several_is_served_by_the_one_that_is_there(llamacpp_compose, tmp_path):
     top = {"x-anvil": {"any_of": {"chat": [FILM, CHAT]}}}
     stack = llamacpp_compose(tmp_path, models=2, top=top)
     with served(stack) as mux:

@@ -5,8 +5,6 @@ driver are stand-ins; the driver's attaches to the engine, which the kernel, and
 system calls, may refuse.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets
@@ -197,7 +195,7 @@ def write(machine: Machine) -> None:
     (machine.etc / "compose.yaml").write_text(yaml.safe_dump({"x-anvil": top, "services": services}))
 
 
-def test_the_shipped_unit_under_a_real_systemd(machine: Machine) -> None:
+def test_the_shipped_unit_under_a_real_systemd(machine):
     write(machine)
     verified = machine.do("systemd-analyze", "verify", "anvil-mux.service", code=None)
     assert "anvil-mux" not in verified
@@ -229,7 +227,7 @@ def test_the_shipped_unit_under_a_real_systemd(machine: Machine) -> None:
     assert machine.engine("model-1") == last > 0
 
 
-def test_the_unit_of_a_user_under_a_real_systemd(machine: Machine) -> None:
+def test_the_unit_of_a_user_under_a_real_systemd(machine):
     write(machine)
     machine.begin_user(ROOT / "contrib" / "anvil-mux-user.service")
     assert "resident: none; 0 requests running, 0 waiting" in machine.user("status", "anvil-mux")

@@ -1,7 +1,5 @@
 """Standby levels with real llama-servers in real containers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,7 +55,7 @@ def status(stack: Stack, model: str) -> str:
     return str(inspect(stack, model)["State"]["Status"])
 
 
-def test_two_containers_take_turns_frozen(stack: Stack) -> None:
+def test_two_containers_take_turns_frozen(stack):
     with runtime_of(stack) as runtime:
         swapper = Swapper(runtime)
         swapper.load(FIRST, "stop")
@@ -74,8 +72,8 @@ def test_two_containers_take_turns_frozen(stack: Stack) -> None:
 
 @pytest.mark.parametrize("end", [("kill",), ("rm", "--force")], ids=["killed", "gone"])
 def test_a_container_that_is_killed_while_frozen_is_reported_and_one_that_ended_is_started_anew(
-    stack: Stack, resting: tuple[ContainerRuntime, Swapper], end: tuple[str, ...]
-) -> None:
+    stack, resting, end
+):
     runtime, swapper = resting
     with watching(runtime) as deaths:
         docker(stack, *end, stack.container("model-1"))
@@ -84,15 +82,13 @@ def test_a_container_that_is_killed_while_frozen_is_reported_and_one_that_ended_
         assert swapper.load(FIRST, "freeze").level == "stop"
 
 
-def test_a_frozen_container_is_stopped_when_it_is_demoted(
-    stack: Stack, resting: tuple[ContainerRuntime, Swapper]
-) -> None:
+def test_a_frozen_container_is_stopped_when_it_is_demoted(stack, resting):
     _, swapper = resting
     assert swapper.demote(FIRST, "freeze", "stop") == Evicted("stop")
     assert stack.up() == set()
 
 
-def test_a_real_router_unloads_its_model_and_loads_it_again(routed: Stack) -> None:
+def test_a_real_router_unloads_its_model_and_loads_it_again(routed):
     with runtime_of(routed, ROUTED) as runtime:
         swapper = Swapper(runtime)
         url = swapper.load(ROUTED, "stop").url
@@ -105,7 +101,7 @@ def test_a_real_router_unloads_its_model_and_loads_it_again(routed: Stack) -> No
         assert engines.is_asleep(ROUTED, url) is False
 
 
-def test_a_real_server_with_a_model_of_its_own_cannot_sleep_and_is_stopped(stack: Stack) -> None:
+def test_a_real_server_with_a_model_of_its_own_cannot_sleep_and_is_stopped(stack):
     with runtime_of(stack) as runtime:
         swapper = Swapper(runtime)
         url = swapper.load(FIRST, "stop").url

@@ -1,7 +1,5 @@
 """A stand-in for the Docker Engine, a runtime that asks it, and files that no page cache holds."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Callable, Iterator

@@ -1,10 +1,7 @@
 """LoRA adapters that vLLM is told to load, with an engine that speaks its routes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -24,9 +21,7 @@ def scene() -> Iterator[Scene]:
     made.house.close()
 
 
-def test_adapters_are_loaded_before_the_model_is_ready_and_an_engine_that_slept_has_them_still(
-    scene: Scene,
-) -> None:
+def test_adapters_are_loaded_before_the_model_is_ready_and_an_engine_that_slept_has_them_still(scene):
     engine = scene.resident(ADAPTED)
     assert engine.adapters == {"sql": "/adapters/sql", "law": "/adapters/law"}
     scene.swapper.evict(ADAPTED, "sleep")
@@ -34,11 +29,11 @@ def test_adapters_are_loaded_before_the_model_is_ready_and_an_engine_that_slept_
     assert engine.asked.count(ROUTE) == 2
 
 
-def test_an_engine_without_adapters_is_asked_for_none(scene: Scene) -> None:
+def test_an_engine_without_adapters_is_asked_for_none(scene):
     assert ROUTE not in scene.resident(A).asked
 
 
-def test_an_adapter_that_cannot_be_loaded_is_a_load_that_failed(scene: Scene) -> None:
+def test_an_adapter_that_cannot_be_loaded_is_a_load_that_failed(scene):
     lost = replace(A, loras=(("sql", "/nowhere"),))
     with pytest.raises(
         LoadError, match=r"a did not load the LoRA adapter sql from /nowhere: .* No adapter found"
@@ -47,7 +42,7 @@ def test_an_adapter_that_cannot_be_loaded_is_a_load_that_failed(scene: Scene) ->
     assert scene.used == 0
 
 
-def test_an_engine_that_is_adopted_is_told_of_what_it_lacks(scene: Scene, tmp_path: Path) -> None:
+def test_an_engine_that_is_adopted_is_told_of_what_it_lacks(scene, tmp_path):
     engine = scene.resident(replace(ADAPTED, loras=ADAPTED.loras[:1]))
     adopter = Adopter(scene.swapper, Notes(tmp_path))
     assert adopter.look(ADAPTED, engine.url) == Awake(engine.url)

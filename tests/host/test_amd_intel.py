@@ -1,7 +1,5 @@
 """AMD's and Intel's GPUs, as trees of the kernel's files tell of them (trees/README.md)."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +18,7 @@ def seen(tree: str, folder: Path) -> list[Reading]:
     return [*amd_intel_gpus(*plant(tree, folder), sensors=True).readings]
 
 
-def test_cards_of_amd_are_counted_in_the_order_of_their_addresses(tmp_path: Path) -> None:
+def test_cards_of_amd_are_counted_in_the_order_of_their_addresses(tmp_path):
     first, second = seen("radeon", tmp_path)
     assert (first.gpu.id, first.gpu.uuid, first.gpu.name) == ("amd0", "0000:03:00.0", "Radeon PRO W7900")
     assert (second.gpu.id, second.gpu.uuid, second.gpu.name) == ("amd1", "0000:0b:00.0", "AMD 1002:744C")
@@ -33,19 +31,19 @@ def test_cards_of_amd_are_counted_in_the_order_of_their_addresses(tmp_path: Path
     )
 
 
-def test_a_card_tells_its_memory_and_what_it_measures(tmp_path: Path) -> None:
+def test_a_card_tells_its_memory_and_what_it_measures(tmp_path):
     _, card = seen("radeon", tmp_path)
     assert (card.gpu.total, card.used, card.gpu.shared) == (25753026560, 10 * GIB, 0)
     assert card.sensors == Sensors(0.87, 61.0, 213.0)
 
 
-def test_a_suspended_card_is_not_woken(tmp_path: Path) -> None:
+def test_a_suspended_card_is_not_woken(tmp_path):
     card, _ = seen("radeon", tmp_path)
     assert (card.gpu.total, card.used) == (51522830336, 27262976)
     assert card.sensors == Sensors()
 
 
-def test_a_client_counts_once_however_many_files_and_processes_have_it(tmp_path: Path) -> None:
+def test_a_client_counts_once_however_many_files_and_processes_have_it(tmp_path):
     first, second = seen("radeon", tmp_path)
     assert dict(second.processes) == {4711: 4 * GIB, 4713: 2 * GIB, 5000: GIB}
     assert first.processes == ()
@@ -54,8 +52,8 @@ def test_a_client_counts_once_however_many_files_and_processes_have_it(tmp_path:
 
 @pytest.mark.parametrize(("tree", "walks"), [("radeon", False), ("strix", False), ("arc", True)])
 def test_only_the_processes_in_question_are_looked_at_unless_all_must_be_added_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree: str, walks: bool
-) -> None:
+    tmp_path, monkeypatch, tree, walks
+):
     sys, proc = plant(tree, tmp_path)
     all_processes = amd_intel_gpus(sys, proc)
     listed: list[Path] = []
@@ -73,7 +71,7 @@ def test_only_the_processes_in_question_are_looked_at_unless_all_must_be_added_u
     assert walks or {file.parent.name for file in listed} <= {str(pid), str(1 << 22)}
 
 
-def test_a_gpu_within_a_processor_has_what_was_set_aside_and_what_it_may_map(tmp_path: Path) -> None:
+def test_a_gpu_within_a_processor_has_what_was_set_aside_and_what_it_may_map(tmp_path):
     [apu] = seen("strix", tmp_path)
     assert (apu.gpu.total, apu.gpu.shared) == (GIB // 2 + 48 * GIB, 48 * GIB)
     assert apu.used == (256 << 20) + 25864192000
@@ -81,7 +79,7 @@ def test_a_gpu_within_a_processor_has_what_was_set_aside_and_what_it_may_map(tmp
     assert apu.sensors == Sensors(0.12, 48.0, 22.0)
 
 
-def test_cards_of_intel_tell_their_size_under_xe_alone(tmp_path: Path) -> None:
+def test_cards_of_intel_tell_their_size_under_xe_alone(tmp_path):
     _, new, old = seen("arc", tmp_path)
     assert (new.gpu.id, new.gpu.total, new.used) == ("intel1", 12 * GIB, 8 * GIB)
     assert new.processes == ((900, 8 * GIB),)
@@ -90,22 +88,20 @@ def test_cards_of_intel_tell_their_size_under_xe_alone(tmp_path: Path) -> None:
     assert old.processes == ((901, 2 * GIB),)
 
 
-def test_an_intel_processors_gpu_has_the_hosts_memory(tmp_path: Path) -> None:
+def test_an_intel_processors_gpu_has_the_hosts_memory(tmp_path):
     own, *_ = seen("arc", tmp_path)
     assert (own.gpu.id, own.gpu.total, own.used, own.gpu.shared) == ("intel0", 32 * GIB, 16 * GIB, 32 * GIB)
     assert own.processes == ((902, GIB),)
 
 
-def test_what_is_used_is_not_known_where_some_processes_cannot_be_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_used_is_not_known_where_some_processes_cannot_be_looked_at(tmp_path, monkeypatch):
     sys, proc = plant("arc", tmp_path)
     read = Path.read_text
 
     def denied(file: Path, *args: object) -> str:
         if file == proc / "901" / "fdinfo" / "4":
             raise PermissionError
-        return read(file, *args)  # type: ignore[arg-type]
+        return read(file, *args)
 
     monkeypatch.setattr(Path, "read_text", denied)
     _, new, old = amd_intel_gpus(sys, proc).readings
@@ -113,7 +109,7 @@ def test_what_is_used_is_not_known_where_some_processes_cannot_be_looked_at(
     assert (old.used, old.processes) == (None, ())
 
 
-def test_files_that_are_no_accounts_of_a_gpu_are_no_clients(tmp_path: Path) -> None:
+def test_files_that_are_no_accounts_of_a_gpu_are_no_clients(tmp_path):
     for number, text in enumerate(["", "pos: 0\n", "drm-driver: amdgpu\n", "drm-client-id: 1\n", "\x00:"]):
         (tmp_path / "5" / "fd").mkdir(parents=True, exist_ok=True)
         (tmp_path / "5" / "fdinfo").mkdir(exist_ok=True)
@@ -125,7 +121,7 @@ def test_files_that_are_no_accounts_of_a_gpu_are_no_clients(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("damage", ["mem_info_vram_total", "gpu_busy_percent", "hwmon"])
-def test_a_figure_that_is_missing_or_broken_is_unknown_and_no_error(tmp_path: Path, damage: str) -> None:
+def test_a_figure_that_is_missing_or_broken_is_unknown_and_no_error(tmp_path, damage):
     sys, proc = plant("radeon", tmp_path)
     for file in (sys / "class/drm/card1/device").glob(f"{damage}*"):
         if file.is_file():
@@ -137,23 +133,23 @@ def test_a_figure_that_is_missing_or_broken_is_unknown_and_no_error(tmp_path: Pa
     assert figures.count(None) == (2 if damage == "hwmon" else 1)
 
 
-def test_a_card_that_does_not_tell_what_is_used_has_what_its_clients_have(tmp_path: Path) -> None:
+def test_a_card_that_does_not_tell_what_is_used_has_what_its_clients_have(tmp_path):
     sys, proc = plant("radeon", tmp_path)
     (sys / "class/drm/card1/device/mem_info_vram_used").unlink()
     assert amd_intel_gpus(sys, proc).readings[1].used == 7 * GIB
 
 
-def test_a_machine_without_such_cards_says_so(tmp_path: Path) -> None:
+def test_a_machine_without_such_cards_says_so(tmp_path):
     assert amd_intel_gpus(tmp_path, tmp_path) == Gpus(why_none="no card of AMD or Intel in /sys/class/drm")
     assert cards(tmp_path) == []
 
 
-def test_here_nothing_is_raised() -> None:
+def test_here_nothing_is_raised():
     found = amd_intel_gpus()
     assert found.readings or found.why_none
 
 
-def test_the_hosts_memory_is_what_the_kernel_counts(tmp_path: Path) -> None:
+def test_the_hosts_memory_is_what_the_kernel_counts(tmp_path):
     assert host_memory(tmp_path) == (None, None)
     (tmp_path / "meminfo").write_text("MemTotal: 8 kB\n\nMemAvailable:   3 kB\nHugePages_Total: 0\n")
     assert host_memory(tmp_path) == (8192, 5120)

@@ -1,7 +1,5 @@
 """Engines are asked for their model cards once after each load, and nothing depends on what they answer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -22,10 +20,10 @@ LENGTH = {"default_generation_settings": {"n_ctx": 512}}
 
 
 def backend(kind: str, *words: str, **more: str) -> Backend:
-    return replace(Backend("m", "m", engine=kind, service=Service(command=words, digest="d")), **more)  # type: ignore[arg-type]
+    return replace(Backend("m", "m", engine=kind, service=Service(command=words, digest="d")), **more)
 
 
-def test_each_engine_is_asked_what_it_answers_and_no_more() -> None:
+def test_each_engine_is_asked_what_it_answers_and_no_more():
     with engine(**{"GET_/v1/models": (200, LIST)}) as stub:
         assert engines.model_card(backend("vllm"), stub.url) == ModelCard(4096)
         assert stub.seen == ["GET /v1/models"]
@@ -53,7 +51,7 @@ def test_each_engine_is_asked_what_it_answers_and_no_more() -> None:
         ("openai", ("--embeddings",), set()),
     ],
 )
-def test_options_tell_what_answers_do_not(kind: str, words: tuple[str, ...], able: set[str]) -> None:
+def test_options_tell_what_answers_do_not(kind, words, able):
     with engine() as stub:
         assert engines.model_card(backend(kind, *words), stub.url) == ModelCard(
             None, dict.fromkeys(able, True)
@@ -61,15 +59,13 @@ def test_options_tell_what_answers_do_not(kind: str, words: tuple[str, ...], abl
 
 
 @pytest.mark.parametrize("answer", [500, (200, ["odd"]), (200, {"data": ["x" * (2 << 20)]})])
-def test_an_engine_that_does_not_say_it_or_too_much_of_it_harms_nothing(
-    answer: int | tuple[int, object],
-) -> None:
+def test_an_engine_that_does_not_say_it_or_too_much_of_it_harms_nothing(answer):
     with engine(**{"GET_/v1/models": answer}) as stub:
         assert engines.model_card(backend("vllm"), stub.url) == NOTHING_KNOWN
     assert engines.model_card(backend("vllm"), stub.url) == NOTHING_KNOWN  # nobody is there
 
 
-def test_one_that_says_nothing_is_no_news_and_the_next_is_asked_all_the_same() -> None:
+def test_one_that_says_nothing_is_no_news_and_the_next_is_asked_all_the_same():
     read_cards: list[CardRead] = []
     reader = CardReader(read_cards.append)
     reader.worker.start()
@@ -81,9 +77,7 @@ def test_one_that_says_nothing_is_no_news_and_the_next_is_asked_all_the_same() -
     assert read_cards == [CardRead("m", "d", ModelCard(4096))]
 
 
-def test_a_load_and_an_adoption_are_each_followed_by_one_reading(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_load_and_an_adoption_are_each_followed_by_one_reading(monkeypatch, tmp_path_factory):
     made = backend("vllm")
     environ = {"XDG_STATE_HOME": str(tmp_path_factory.mktemp("state"))}
     host = LocalHost(HostConfig((made,), runtime="process"), environ=environ)

@@ -1,18 +1,14 @@
 """What a machine lacks for a configuration: programs, models, mounted folders, and a fit container engine."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from anvil_mux.config.config import Backend
 from anvil_mux.host import check
 from anvil_mux.host.seam import HostConfig
 from anvil_mux.plugins import load
-from tests.host.docker_stand_in import A, Docker
+from tests.host.docker_stand_in import A
 
 
 def lacking(folder: Path, text: str) -> list[str]:
@@ -53,9 +49,7 @@ def process(service: str) -> str:
         ("command: own, environment: {PATH: there/bin}", ""),
     ],
 )
-def test_what_a_process_lacks(
-    tmp_path: Path, service: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_process_lacks(tmp_path, service, expected, monkeypatch):
     (tmp_path / "there" / "bin").mkdir(parents=True)
     (tmp_path / "there" / "a.gguf").touch()
     (tmp_path / "there" / "file").touch()
@@ -82,22 +76,18 @@ VOLUMES = "services: {a: {image: x, volumes: ['%s:/models:ro', named:/n, /n], co
         ("./there", "-m, /n/b.gguf", ""),
     ],
 )
-def test_what_a_container_lacks(tmp_path: Path, mount: str, words: str, expected: str) -> None:
+def test_what_a_container_lacks(tmp_path, mount, words, expected):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "a.gguf").touch()
     assert lacking(tmp_path, VOLUMES % (mount, words)) == [expected] * bool(expected)
 
 
-def test_the_files_of_an_engine_on_another_machine_are_not_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_files_of_an_engine_on_another_machine_are_not_looked_for(tmp_path, monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "ssh://user@host")
     assert lacking(tmp_path, VOLUMES % ("./absent", "x")) == []
 
 
-def test_in_a_container_only_what_lies_beside_the_file_is_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_a_container_only_what_lies_beside_the_file_is_looked_for(tmp_path, monkeypatch):
     for marks, expected in (((), ["/no/such"]), ((str(tmp_path),), [])):
         monkeypatch.setattr(check, "IN_CONTAINER", marks)
         found = lacking(tmp_path, VOLUMES % ("/no/such", "x"))
@@ -134,14 +124,7 @@ PODMAN = {"Rootless": True, "CgroupVersion": "1", "ServerVersion": "4.3.1"}
         (True, {"ServerVersion": "5.10.2"}, BY_CDI, []),
     ],
 )
-def test_what_an_engine_cannot_do_is_listed(
-    docker: Docker,
-    podman: bool,
-    said: dict[str, object],
-    backend: Backend,
-    limits: Sequence[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_an_engine_cannot_do_is_listed(docker, podman, said, backend, limits, monkeypatch):
     docker.podman, docker.said = podman, said
     monkeypatch.setenv("DOCKER_HOST", docker.host)
     found = check.engine_limits(HostConfig((backend,)))

@@ -1,9 +1,7 @@
 """Engines that go into standby by a checkpoint, in memory and as real processes, through the Swapper."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +26,7 @@ from anvil_mux.serve.invocation import Options
 from anvil_mux.serve.program import AnvilMux
 from tests.fake_cuda import FakeCuda
 from tests.fake_gpu import FakeGpus
-from tests.host.test_levels import STANDBY, A, Scene, impatient, scene
+from tests.host.test_levels import STANDBY, A, impatient, scene
 from tests.running import seen
 from tests.sleepy_engine import CONTEXT, GIB, GUARD, House
 
@@ -41,9 +39,7 @@ def posts(calls: list[str]) -> list[str]:
     return [call for call in calls if not call.startswith("GET")]
 
 
-def test_what_sleeps_is_standby_and_frozen_once_its_memory_is_free_and_comes_back_in_reverse(
-    scene: Scene,
-) -> None:
+def test_what_sleeps_is_standby_and_frozen_once_its_memory_is_free_and_comes_back_in_reverse(scene):
     backend = replace(STANDBY, evict_to=("checkpoint", "sleep", "stop"))
     engine = scene.resident(backend)
     calls = engine.asked = scene.house.calls
@@ -64,7 +60,7 @@ def test_what_sleeps_is_standby_and_frozen_once_its_memory_is_free_and_comes_bac
     assert scene.used == 18 * GIB + CONTEXT
 
 
-def test_who_came_by_way_of_a_deep_sleep_reads_its_weights_again(scene: Scene) -> None:
+def test_who_came_by_way_of_a_deep_sleep_reads_its_weights_again(scene):
     backend = replace(STANDBY, evict_to=("sleep", "sleep-2", "checkpoint", "stop"))
     engine = scene.resident(backend)
     scene.swapper.evict(backend, "sleep-2")
@@ -75,7 +71,7 @@ def test_who_came_by_way_of_a_deep_sleep_reads_its_weights_again(scene: Scene) -
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "ollama", "openai"])
-def test_who_cannot_sleep_goes_with_all_that_it_holds(scene: Scene, kind: str) -> None:
+def test_who_cannot_sleep_goes_with_all_that_it_holds(scene, kind):
     backend = replace(STANDBY, engine=kind)
     scene.resident(backend)
     held = scene.used
@@ -87,7 +83,7 @@ def test_who_cannot_sleep_goes_with_all_that_it_holds(scene: Scene, kind: str) -
     assert not {"start a", "stop a"} & set(scene.house.calls)
 
 
-def test_who_uses_no_cuda_is_only_frozen(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_uses_no_cuda_is_only_frozen(scene, monkeypatch):
     engine = scene.resident(STANDBY)
     scene.house.ledger.hold(engine.pid, ("0",), 0)
     monkeypatch.setattr(scene.driver, "uses_cuda", lambda pid: False)
@@ -96,7 +92,7 @@ def test_who_uses_no_cuda_is_only_frozen(scene: Scene, monkeypatch: pytest.Monke
     assert scene.house.calls == ["pause a", "resume a"]
 
 
-def test_the_processes_are_found_anew_each_time(scene: Scene) -> None:
+def test_the_processes_are_found_anew_each_time(scene):
     engine = scene.resident(STANDBY)
     scene.swapper.evict(STANDBY, "checkpoint")
     scene.swapper.load(STANDBY, "checkpoint")
@@ -107,7 +103,7 @@ def test_the_processes_are_found_anew_each_time(scene: Scene) -> None:
     assert scene.driver.states[engine.pid] == "checkpointed"
 
 
-def test_a_checkpoint_that_frees_nothing_is_none_and_is_not_frozen(scene: Scene) -> None:
+def test_a_checkpoint_that_frees_nothing_is_none_and_is_not_frozen(scene):
     scene.resident(STANDBY)
     scene.driver.frees = False
     before = scene.time.now()
@@ -116,9 +112,7 @@ def test_a_checkpoint_that_frees_nothing_is_none_and_is_not_frozen(scene: Scene)
     assert (scene.house.calls, scene.used) == (["lock", "checkpoint", "stop a"], 0)
 
 
-def test_a_lock_that_times_out_leaves_a_whole_engine_that_is_stopped_in_order(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lock_that_times_out_leaves_a_whole_engine_that_is_stopped_in_order(scene, monkeypatch, caplog):
     engine = scene.resident(STANDBY)
     worker = engine.pid + 1000
     scene.house.ledger.hold(worker, ("0",), GIB)
@@ -139,18 +133,7 @@ def test_a_lock_that_times_out_leaves_a_whole_engine_that_is_stopped_in_order(
     assert f"lock of process {worker}: refused" in caplog.text
 
 
-@pytest.mark.parametrize("left", [None, "failed"])
-def test_who_cannot_be_checkpointed_is_stopped(scene: Scene, left: str | None) -> None:
-    engine = scene.resident(STANDBY)
-    scene.driver.faults["checkpoint", engine.pid] = left
-    assert scene.swapper.evict(STANDBY, "checkpoint") == Evicted("stop")
-    assert scene.house.calls[-1] == "stop a"
-    assert "pause a" not in scene.house.calls
-
-
-def test_who_does_not_fall_asleep_first_is_stopped_unstandby(
-    scene: Scene, impatient: Callable[[], None]
-) -> None:
+def test_who_does_not_fall_asleep_first_is_stopped_unstandby(scene, impatient):
     backend = replace(STANDBY, evict_to=("checkpoint", "sleep", "stop"))
     scene.resident(backend).faults.add("sleep hangs")
     impatient()
@@ -158,7 +141,7 @@ def test_who_does_not_fall_asleep_first_is_stopped_unstandby(
     assert scene.house.calls == ["stop a"]
 
 
-def test_who_cannot_be_frozen_is_stopped(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_cannot_be_frozen_is_stopped(scene, monkeypatch):
     scene.resident(STANDBY)
 
     def pause(backend: Backend) -> None:
@@ -170,9 +153,7 @@ def test_who_cannot_be_frozen_is_stopped(scene: Scene, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("left", [None, "failed"])
-def test_who_cannot_be_restored_is_started_anew_within_the_load(
-    scene: Scene, left: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_cannot_be_restored_is_started_anew_within_the_load(scene, left, caplog):
     first = scene.resident(STANDBY)
     scene.swapper.evict(STANDBY, "checkpoint")
     scene.house.calls.clear()
@@ -185,9 +166,7 @@ def test_who_cannot_be_restored_is_started_anew_within_the_load(
 
 
 @pytest.mark.parametrize("fault", ["wake answers 500", "answers nothing", "has died"])
-def test_who_is_restored_and_gives_no_token_is_started_anew(
-    scene: Scene, impatient: Callable[[], None], fault: str
-) -> None:
+def test_who_is_restored_and_gives_no_token_is_started_anew(scene, impatient, fault):
     backend = replace(STANDBY, evict_to=("checkpoint", "sleep", "stop"))
     engine = scene.resident(backend)
     scene.swapper.evict(backend, "checkpoint")
@@ -216,9 +195,7 @@ SAVER = ("launch", "--enable-memory-saver", "--enable-weights-cpu-backup")
         ("openai", ("checkpoint", "stop"), Service(), False),
     ],
 )
-def test_who_sleeps_before_it_is_standby(
-    engine: str, evict_to: tuple[str, ...], service: Service, expected: bool
-) -> None:
+def test_who_sleeps_before_it_is_standby(engine, evict_to, service, expected):
     assert sleeps_first(replace(A, engine=engine, evict_to=evict_to, service=service)) is expected
 
 
@@ -267,7 +244,7 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libcuda: Path, cuda: F
     made.runtime.close()
 
 
-def test_a_real_engine_is_standby_frozen_and_comes_back(shop: Shop) -> None:
+def test_a_real_engine_is_standby_frozen_and_comes_back(shop):
     url = shop.open()
     for _ in range(2):
         evicted = shop.swapper.evict(shop.backend, "checkpoint")
@@ -281,9 +258,7 @@ def test_a_real_engine_is_standby_frozen_and_comes_back(shop: Shop) -> None:
     assert calls == ["lock", "checkpoint", "restore", "unlock"] * 2
 
 
-def test_a_checkpointed_engine_that_is_found_at_the_start_rests_on(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpointed_engine_that_is_found_at_the_start_rests_on(shop, monkeypatch):
     url = shop.open()
     assert shop.swapper.evict(shop.backend, "checkpoint").level == "checkpoint"
     before = shop.cuda.calls()
@@ -295,9 +270,7 @@ def test_a_checkpointed_engine_that_is_found_at_the_start_rests_on(
     assert shop.runtime.pids(shop.backend) == [shop.pid]
 
 
-def test_half_a_checkpoint_that_is_found_at_the_start_is_stopped(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_half_a_checkpoint_that_is_found_at_the_start_is_stopped(shop, monkeypatch, capsys):
     shop.open()
     shop.cuda.process(shop.pid, "locked")
     adopt(shop, monkeypatch)
@@ -305,9 +278,7 @@ def test_half_a_checkpoint_that_is_found_at_the_start_is_stopped(
     assert "stopping a: only a part of it is checkpointed; the next request" in capsys.readouterr().err
 
 
-def test_who_asks_before_it_is_known_what_runs_waits_and_is_served_by_that(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_asks_before_it_is_known_what_runs_waits_and_is_served_by_that(shop, monkeypatch):
     shop.open()
     monkeypatch.setattr(levels, "Checkpointer", lambda **_: shop.checkpointer)
     program = AnvilMux(shop.config, Options(access_log="off"), Opened())
@@ -328,9 +299,7 @@ def test_who_asks_before_it_is_known_what_runs_waits_and_is_served_by_that(
     program.parts.relay.pool.close()
 
 
-def test_what_a_checkpoint_lacks_is_told_by_who_serves(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_checkpoint_lacks_is_told_by_who_serves(shop, monkeypatch, capsys):
     shop.open()
     here = Rights(user=os.geteuid() + 1, group=os.getegid(), traces=False, scope=0, sees_host=True)
     monkeypatch.setattr(Rights, "here", lambda: here)

@@ -1,9 +1,6 @@
 """What is made of Docker's description of a container."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -90,7 +87,7 @@ def test_inspect_is_read():
         {"VolumesFrom": ["0f95:rw"]},
     ],
 )
-def test_a_hash_with_the_id_of_another_container_in_it_is_not_compared(uses: dict[str, Any]):
+def test_a_hash_with_the_id_of_another_container_in_it_is_not_compared(uses):
     assert read_container({**INSPECTED, "HostConfig": uses}).hash == ""
 
 
@@ -112,7 +109,7 @@ def test_a_hash_with_the_id_of_another_container_in_it_is_not_compared(uses: dic
         ),
     ],
 )
-def test_the_parts_of_a_description_that_a_container_was_not_made_by(service: Service, parts: list[str]):
+def test_the_parts_of_a_description_that_a_container_was_not_made_by(service, parts):
     assert differing_parts(read_container(INSPECTED), service) == parts
 
 
@@ -145,7 +142,7 @@ RUNNING = Container(id="c1", service="a", number=1, status="running", started_at
         ({}, None, None),
     ],
 )
-def test_where_an_engine_is_reached(special: dict[str, Any], here: str | None, from_elsewhere: str | None):
+def test_where_an_engine_is_reached(special, here, from_elsewhere):
     assert base_url(replace(RUNNING, **special), 8080) == here
     assert base_url(replace(RUNNING, **special), 8080, "10.0.0.2") == from_elsewhere
 
@@ -164,7 +161,7 @@ def test_an_address_of_ipv6_stands_in_brackets():
         ("", 0.0),
     ],
 )
-def test_when_it_started(told: str, moment: float):
+def test_when_it_started(told, moment):
     assert replace(RUNNING, started_at=told).started == pytest.approx(moment)
 
 
@@ -186,5 +183,5 @@ def test_when_it_started(told: str, moment: float):
         ({"status": "restarting", "exit_code": 2}, "exited with code 2, and Docker is restarting it"),
     ],
 )
-def test_how_a_container_ended(special: dict[str, Any], how: str | None):
+def test_how_a_container_ended(special, how):
     assert how_it_ended(replace(RUNNING, **special)) == how

@@ -1,27 +1,21 @@
 """ContainerRuntime against a stand-in for Docker that keeps containers and notes every question."""
 
-from __future__ import annotations
-
 import socket
 from dataclasses import replace
 from datetime import datetime, timezone
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host import containers
-from anvil_mux.host.containers import ContainerRuntime
 from anvil_mux.host.seam import NotBegun
 from tests.host.conftest import runtime_at
-from tests.host.docker_stand_in import AWAY, CONFIG, URL, A, B, Docker
+from tests.host.docker_stand_in import AWAY, CONFIG, URL, A, B
 
 
-def test_the_first_start_creates_the_container_and_later_ones_do_not_pay_compose(
-    docker: Docker, runtime: ContainerRuntime
-):
+def test_the_first_start_creates_the_container_and_later_ones_do_not_pay_compose(docker, runtime):
     assert runtime.start(A) == URL
     assert docker.verbs() == ["create", "ps", "inspect", "start", "inspect"]
     runtime.stop(A)
@@ -30,9 +24,7 @@ def test_the_first_start_creates_the_container_and_later_ones_do_not_pay_compose
     assert docker.verbs() == ["start", "inspect"]
 
 
-def test_what_has_no_container_is_nothing_that_could_differ_or_be_stopped(
-    docker: Docker, runtime: ContainerRuntime
-):
+def test_what_has_no_container_is_nothing_that_could_differ_or_be_stopped(docker, runtime):
     assert runtime.differs(A) == ""
     assert runtime.log_tail(A) == [*runtime.follow_log(A)] == runtime.pids(A) == []
     runtime.stop(A)
@@ -47,7 +39,7 @@ def test_what_has_no_container_is_nothing_that_could_differ_or_be_stopped(
     assert not {"stop", "kill", "rm"} & set(docker.verbs())
 
 
-def test_a_container_that_compose_has_not_finished_is_not_started(docker: Docker, runtime: ContainerRuntime):
+def test_a_container_that_compose_has_not_finished_is_not_started(docker, runtime):
     docker.add("old", status="exited", number="2")
     docker.refuses_create, docker.fails_late, docker.scale = ["HF_TOKEN required by file is not set"], True, 2
     with pytest.raises(BackendError, match="HF_TOKEN required by file is not set"):
@@ -55,9 +47,7 @@ def test_a_container_that_compose_has_not_finished_is_not_started(docker: Docker
     assert docker.containers.keys() == {"old"}
 
 
-def test_a_running_service_is_not_started_again_and_a_paused_one_goes_on(
-    docker: Docker, runtime: ContainerRuntime
-):
+def test_a_running_service_is_not_started_again_and_a_paused_one_goes_on(docker, runtime):
     runtime.start(A)
     run = runtime._project.find(A).run
     runtime.start(A)
@@ -67,7 +57,7 @@ def test_a_running_service_is_not_started_again_and_a_paused_one_goes_on(
     assert "unpause" in docker.verbs()
 
 
-def test_what_a_container_has_mounted_is_known_once_it_is_there(docker: Docker, runtime: ContainerRuntime):
+def test_what_a_container_has_mounted_is_known_once_it_is_there(docker, runtime):
     assert runtime.mounts(A) == ()
     id = docker.add("c1", status="exited")
     docker.containers[id]["Mounts"] = [{"Type": "volume", "Source": "/v/_data", "Destination": "/models"}]
@@ -93,9 +83,7 @@ def test_what_a_container_has_mounted_is_known_once_it_is_there(docker: Docker, 
         ("warning: old\nsome such thing", {}, BackendError, r"^`docker compose a` failed: some such thing$"),
     ],
 )
-def test_why_a_container_could_not_be_made_is_looked_up(
-    docker: Docker, runtime: ContainerRuntime, said: str, docker_has: Any, kind: type[Exception], why: str
-):
+def test_why_a_container_could_not_be_made_is_looked_up(docker, runtime, said, docker_has, kind, why):
     docker.refuses_create = [said]
     for name, value in docker_has.items():
         setattr(docker, name, value)
@@ -103,7 +91,7 @@ def test_why_a_container_could_not_be_made_is_looked_up(
         runtime.start(A)
 
 
-def test_an_image_that_is_not_built_is_named_with_the_command_that_builds_it(docker: Docker):
+def test_an_image_that_is_not_built_is_named_with_the_command_that_builds_it(docker):
     built = replace(A, service=Service())
     runtime = runtime_at(docker, replace(CONFIG, backends=(built,)))
     docker.refuses_create = ["whatever it says"]
@@ -129,16 +117,14 @@ REMAINS = (
         *(("exited", (500, each % "c1")) for each in REMAINS),
     ],
 )
-def test_a_container_that_can_never_be_started_again_is_made_anew(
-    docker: Docker, runtime: ContainerRuntime, status: str, said: Any
-):
+def test_a_container_that_can_never_be_started_again_is_made_anew(docker, runtime, status, said):
     docker.add("c1", status=status)
     docker.fails["start"] = [said] if said else []
     assert runtime.start(A) == URL
     assert "c1" not in docker.containers
 
 
-def test_a_container_that_somebody_removed_is_made_anew(docker: Docker, runtime: ContainerRuntime):
+def test_a_container_that_somebody_removed_is_made_anew(docker, runtime):
     runtime.start(A)
     docker.containers.clear()
     assert runtime.start(A) == URL
@@ -151,9 +137,7 @@ def test_a_container_that_somebody_removed_is_made_anew(docker: Docker, runtime:
         ("running", r'publish its port, such as ports: \["127.0.0.1::8080"\]'),
     ],
 )
-def test_a_service_that_ends_at_once_or_has_no_address_says_so(
-    docker: Docker, runtime: ContainerRuntime, status: str, why: str
-):
+def test_a_service_that_ends_at_once_or_has_no_address_says_so(docker, runtime, status, why):
     docker.add("c1", status=status, ExitCode=1)
     docker.containers["c1"]["NetworkSettings"] = {}
     docker.ignores = {"start"}
@@ -161,7 +145,7 @@ def test_a_service_that_ends_at_once_or_has_no_address_says_so(
         runtime.start(A)
 
 
-def test_docker_that_is_away_says_how_to_reach_it(docker: Docker, runtime: ContainerRuntime):
+def test_docker_that_is_away_says_how_to_reach_it(docker, runtime):
     docker.refuses_create = ["whatever it says"]
     docker.path.unlink()
     with pytest.raises(
@@ -171,7 +155,7 @@ def test_docker_that_is_away_says_how_to_reach_it(docker: Docker, runtime: Conta
         runtime.start(A)
 
 
-def test_a_port_that_another_program_has_is_said_plainly(docker: Docker, runtime: ContainerRuntime):
+def test_a_port_that_another_program_has_is_said_plainly(docker, runtime):
     docker.add("c1", status="exited")
     with socket.create_server(("127.0.0.1", 0)) as theirs:
         bound = [{"HostIp": "127.0.0.1", "HostPort": str(theirs.getsockname()[1])}]
@@ -186,7 +170,7 @@ def test_a_port_that_another_program_has_is_said_plainly(docker: Docker, runtime
         runtime.start(A)
 
 
-def test_a_container_is_not_made_anew_for_what_else_exists(docker: Docker, runtime: ContainerRuntime):
+def test_a_container_is_not_made_anew_for_what_else_exists(docker, runtime):
     docker.add("c1", status="exited")
     docker.fails["start"] = [(500, "endpoint with name a already exists in network x")]
     with pytest.raises(BackendError, match="already exists in network"):
@@ -194,9 +178,7 @@ def test_a_container_is_not_made_anew_for_what_else_exists(docker: Docker, runti
     assert [*docker.containers] == ["c1"]
 
 
-def test_a_container_is_started_once_more_where_podman_still_cleans_up(
-    docker: Docker, runtime: ContainerRuntime
-):
+def test_a_container_is_started_once_more_where_podman_still_cleans_up(docker, runtime):
     docker.add("c1", status="exited")
     said = "netavark: remove aardvark entries: IO error: No such file or directory (os error 2)"
     docker.fails["start"] = [(500, said)]
@@ -207,7 +189,7 @@ def test_a_container_is_started_once_more_where_podman_still_cleans_up(
         runtime.start(A)
 
 
-def test_gpus_that_docker_cannot_give_are_said_plainly(docker: Docker, runtime: ContainerRuntime):
+def test_gpus_that_docker_cannot_give_are_said_plainly(docker, runtime):
     docker.add("c1", status="exited")
     docker.containers["c1"]["HostConfig"]["DeviceRequests"] = [{"Driver": "nvidia"}]
     docker.fails["start"] = [(500, "could not select a driver")] * 2
@@ -218,14 +200,14 @@ def test_gpus_that_docker_cannot_give_are_said_plainly(docker: Docker, runtime: 
         runtime.start(A)
 
 
-def test_the_first_container_is_used_where_somebody_made_more(docker: Docker, runtime: ContainerRuntime):
+def test_the_first_container_is_used_where_somebody_made_more(docker, runtime):
     docker.add("c2", number="2")
     docker.add("c1", number="1")
     docker.end("c1", 5)
     assert runtime.ended(A) == "exited with code 5"
 
 
-def test_a_stop_that_does_not_hold_is_followed_by_kill_and_rm(docker: Docker, runtime: ContainerRuntime):
+def test_a_stop_that_does_not_hold_is_followed_by_kill_and_rm(docker, runtime):
     docker.add("c1")
     docker.ignores = {"stop"}
     docker.fails["kill"] = [(500, "cannot kill")]
@@ -234,7 +216,7 @@ def test_a_stop_that_does_not_hold_is_followed_by_kill_and_rm(docker: Docker, ru
     assert not docker.containers
 
 
-def test_a_service_that_nothing_ends_is_an_error(docker: Docker, runtime: ContainerRuntime):
+def test_a_service_that_nothing_ends_is_an_error(docker, runtime):
     docker.add("c1")
     docker.ignores = {"stop", "kill"}
     docker.fails["rm"] = [(500, "could not kill: did not receive an exit event")]
@@ -242,13 +224,13 @@ def test_a_service_that_nothing_ends_is_an_error(docker: Docker, runtime: Contai
         runtime.stop(A)
 
 
-def test_a_kill_has_no_grace(docker: Docker, runtime: ContainerRuntime):
+def test_a_kill_has_no_grace(docker, runtime):
     docker.add("c1")
     runtime.kill(A)
     assert docker.verbs() == ["ps", "inspect", "kill", "inspect"]
 
 
-def test_a_service_is_frozen_listed_as_it_is_and_let_go_on(docker: Docker, runtime: ContainerRuntime):
+def test_a_service_is_frozen_listed_as_it_is_and_let_go_on(docker, runtime):
     docker.add("c1")
     runtime.pause(A)
     assert docker.state("c1")["Status"] == "paused"
@@ -261,7 +243,7 @@ def test_a_service_is_frozen_listed_as_it_is_and_let_go_on(docker: Docker, runti
     assert "unpause" not in docker.verbs()
 
 
-def test_the_processes_of_a_container_are_those_of_the_host(docker: Docker, runtime: ContainerRuntime):
+def test_the_processes_of_a_container_are_those_of_the_host(docker, runtime):
     docker.add("c1")
     assert runtime.pids(A) == [4711, 4712]
     docker.end("c1")
@@ -269,7 +251,7 @@ def test_the_processes_of_a_container_are_those_of_the_host(docker: Docker, runt
 
 
 def test_a_process_belongs_to_the_service_whose_container_it_runs_in_which_docker_is_not_asked(
-    docker: Docker, runtime: ContainerRuntime, monkeypatch: pytest.MonkeyPatch
+    docker, runtime, monkeypatch
 ):
     docker.add("c1")
     inside = {4711: "c1", 4712: "somebody else's"}
@@ -283,9 +265,7 @@ def test_a_process_belongs_to_the_service_whose_container_it_runs_in_which_docke
     assert runtime.owner(4711) == "a"  # it may not be gone yet
 
 
-def test_a_service_that_runs_without_an_address_is_listed_all_the_same_and_can_be_stopped(
-    docker: Docker, runtime: ContainerRuntime
-):
+def test_a_service_that_runs_without_an_address_is_listed_all_the_same_and_can_be_stopped(docker, runtime):
     docker.add("c1", "a", status="restarting")
     docker.add("c2", "b")
     docker.containers["c2"]["NetworkSettings"] = {}
@@ -294,7 +274,7 @@ def test_a_service_that_runs_without_an_address_is_listed_all_the_same_and_can_b
     assert "stop" in docker.verbs()
 
 
-def test_what_runs_is_looked_for_among_our_services_only(docker: Docker, runtime: ContainerRuntime):
+def test_what_runs_is_looked_for_among_our_services_only(docker, runtime):
     docker.add("c1", "a")
     docker.add("c2", "b", status="exited")
     docker.add("c3", "database")
@@ -302,18 +282,18 @@ def test_what_runs_is_looked_for_among_our_services_only(docker: Docker, runtime
     assert docker.verbs() == ["ps", "inspect", "inspect"]
 
 
-def test_what_a_killed_anvil_mux_is_starting_is_found(docker: Docker, runtime: ContainerRuntime):
+def test_what_a_killed_anvil_mux_is_starting_is_found(docker, runtime):
     docker.add("c1", status="created")
 
     def inspect(id: str) -> tuple[int, object]:  # as Docker: not before the start is over
         docker.state(id).update(Status="running")
         return 200, docker.containers[id]
 
-    docker.do_inspect = inspect  # type: ignore[method-assign]
+    docker.do_inspect = inspect
     assert runtime.running() == {"a": URL}
 
 
-def test_what_a_killed_anvil_mux_is_stopping_is_waited_for_once(docker: Docker, runtime: ContainerRuntime):
+def test_what_a_killed_anvil_mux_is_stopping_is_waited_for_once(docker, runtime):
     docker.add("c1", "a")
     docker.add("c2", "b")
     started = datetime(2026, 11, 21, 13, 0, 2, 556_000, tzinfo=timezone.utc).timestamp()
@@ -329,20 +309,20 @@ def test_what_a_killed_anvil_mux_is_stopping_is_waited_for_once(docker: Docker, 
     assert runtime.running() == {"b": URL}
 
 
-def test_a_stop_that_podman_is_at_is_waited_for(docker: Docker, runtime: ContainerRuntime):
+def test_a_stop_that_podman_is_at_is_waited_for(docker, runtime):
     docker.add("c1", "a", status="stopping")
     assert runtime.ended(A) is None
     assert runtime.running() == {}
 
 
-def test_a_container_that_goes_away_while_it_is_listed_is_no_error(docker: Docker, runtime: ContainerRuntime):
+def test_a_container_that_goes_away_while_it_is_listed_is_no_error(docker, runtime):
     docker.add("c1", "a")
     docker.add("c2", "b")
     docker.fails["inspect"] = [(404, "No such container: c1")]
     assert runtime.running() == {"b": URL}
 
 
-def test_the_log_tail_is_of_the_last_run_only(docker: Docker, runtime: ContainerRuntime):
+def test_the_log_tail_is_of_the_last_run_only(docker, runtime):
     docker.add("c1")
     docker.logs = [(1, "one\r\ntwo\n"), (2, "three\n")]
     assert runtime.log_tail(A, 2) == ["two", "three"]
@@ -350,9 +330,7 @@ def test_the_log_tail_is_of_the_last_run_only(docker: Docker, runtime: Container
     assert begun - 5 < docker.since < begun
 
 
-def test_the_last_lines_of_what_has_ended_may_come_late(
-    docker: Docker, runtime: ContainerRuntime, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_last_lines_of_what_has_ended_may_come_late(docker, runtime, monkeypatch):
     docker.add("c1", status="exited", exit_code=3)
     docker.logs = []
     late = iter([[], [(1, "loading\n")], [(1, "loading\n"), (2, "out of memory\n")]])
@@ -360,7 +338,7 @@ def test_the_last_lines_of_what_has_ended_may_come_late(
     assert runtime.log_tail(A) == ["loading", "out of memory"]
 
 
-def test_nothing_of_an_earlier_run_is_shown_when_a_start_fails(docker: Docker, runtime: ContainerRuntime):
+def test_nothing_of_an_earlier_run_is_shown_when_a_start_fails(docker, runtime):
     docker.logs = [(1, "of the first run\n")]
     runtime.start(A)
     runtime.stop(A)
@@ -372,9 +350,7 @@ def test_nothing_of_an_earlier_run_is_shown_when_a_start_fails(docker: Docker, r
     assert runtime.log_tail(A) == ["of the first run"]
 
 
-def test_nothing_of_a_run_that_ended_just_before_is_shown(
-    docker: Docker, runtime: ContainerRuntime, monkeypatch: pytest.MonkeyPatch
-):
+def test_nothing_of_a_run_that_ended_just_before_is_shown(docker, runtime, monkeypatch):
     told = datetime(2026, 11, 21, 13, 0, 2, 250_000, tzinfo=timezone.utc).timestamp()
     monkeypatch.setattr(containers, "time", SimpleNamespace(time=lambda: told))
     runtime.start(A)
@@ -382,7 +358,7 @@ def test_nothing_of_a_run_that_ended_just_before_is_shown(
     assert docker.since == told
 
 
-def test_a_log_is_followed_and_one_that_cannot_be_had_is_empty(docker: Docker, runtime: ContainerRuntime):
+def test_a_log_is_followed_and_one_that_cannot_be_had_is_empty(docker, runtime):
     docker.add("c1")
     docker.logs = [(1, "one\r\ntwo\n")]
     assert list(runtime.follow_log(A)) == ["one", "two"]

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -101,9 +101,7 @@ def checkpointer(driver: Driven, gpus: FakeGpus) -> Checkpointer:
 # Order
 
 
-def test_all_are_locked_before_any_is_checkpointed_and_restored_before_any_is_unlocked(
-    checkpointer: Checkpointer, driver: Driven
-) -> None:
+def test_all_are_locked_before_any_is_checkpointed_and_restored_before_any_is_unlocked(checkpointer, driver):
     standby = checkpointer.checkpoint([B, A])
     assert standby == Checkpointed((A, B))
     assert driver.log == [("lock", A), ("lock", B), ("checkpoint", A), ("checkpoint", B)]
@@ -114,7 +112,7 @@ def test_all_are_locked_before_any_is_checkpointed_and_restored_before_any_is_un
     assert driver.states == {A: "running", B: "running"}
 
 
-def test_a_conversation_ends_with_each_call(checkpointer: Checkpointer, driver: Driven) -> None:
+def test_a_conversation_ends_with_each_call(checkpointer, driver):
     checkpointer.restore(checkpointer.checkpoint([A, B]))
     driver.faults["lock", A] = None
     with pytest.raises(CheckpointFailed):
@@ -125,7 +123,7 @@ def test_a_conversation_ends_with_each_call(checkpointer: Checkpointer, driver: 
 # Again and again
 
 
-def test_what_is_done_may_be_asked_for_again(checkpointer: Checkpointer, driver: Driven) -> None:
+def test_what_is_done_may_be_asked_for_again(checkpointer, driver):
     checkpointer.restore(Checkpointed((A, B)))
     assert driver.log == []
     standby = checkpointer.checkpoint([A, B])
@@ -134,9 +132,7 @@ def test_what_is_done_may_be_asked_for_again(checkpointer: Checkpointer, driver:
     assert driver.log == []
 
 
-def test_half_a_checkpoint_and_half_a_restore_are_finished(
-    checkpointer: Checkpointer, driver: Driven
-) -> None:
+def test_half_a_checkpoint_and_half_a_restore_are_finished(checkpointer, driver):
     driver.states = {A: "checkpointed", B: "locked"}
     checkpointer.checkpoint([A, B])
     assert driver.log == [("checkpoint", B)]
@@ -145,7 +141,7 @@ def test_half_a_checkpoint_and_half_a_restore_are_finished(
     assert driver.log[1:] == [("restore", B), ("unlock", B)]
 
 
-def test_what_an_earlier_anvil_mux_left_is_found(checkpointer: Checkpointer, driver: Driven) -> None:
+def test_what_an_earlier_anvil_mux_left_is_found(checkpointer, driver):
     driver.states = {A: "checkpointed", B: "locked", C: "running"}
     standby = checkpointer.find_standby([C, B, A, C + 1])
     assert standby == Checkpointed((A, B), whole=False)
@@ -158,8 +154,8 @@ def test_what_an_earlier_anvil_mux_left_is_found(checkpointer: Checkpointer, dri
     ("second", "whole"), [("checkpointed", True), ("locked", False), ("running", False), ("failed", False)]
 )
 def test_only_what_is_checkpointed_in_all_its_processes_is_standby_wholly(
-    checkpointer: Checkpointer, driver: Driven, second: str, whole: bool
-) -> None:
+    checkpointer, driver, second, whole
+):
     driver.states = {A: "checkpointed", B: second}
     standby = checkpointer.find_standby([A, B, C])
     assert standby is not None
@@ -205,15 +201,8 @@ LOCKED = [("lock", A), ("lock", B)]
     ],
 )
 def test_a_checkpoint_that_fails_puts_back_what_it_can_and_tells_what_is_lost(
-    checkpointer: Checkpointer,
-    driver: Driven,
-    before: str,
-    faults: Any,
-    why: str,
-    lost: Any,
-    log: Any,
-    after: str,
-) -> None:
+    checkpointer, driver, before, faults, why, lost, log, after
+):
     driver.states[B] = before
     driver.faults |= faults
     with pytest.raises(CheckpointFailed, match=why) as caught:
@@ -223,7 +212,7 @@ def test_a_checkpoint_that_fails_puts_back_what_it_can_and_tells_what_is_lost(
     assert driver.states == {A: "running", B: after}
 
 
-def test_a_process_that_cannot_be_put_back_is_lost(checkpointer: Checkpointer, driver: Driven) -> None:
+def test_a_process_that_cannot_be_put_back_is_lost(checkpointer, driver):
     driver.faults |= {("checkpoint", B): None, ("restore", A): None}
     with pytest.raises(CheckpointFailed) as caught:
         checkpointer.checkpoint([A, B])
@@ -231,9 +220,7 @@ def test_a_process_that_cannot_be_put_back_is_lost(checkpointer: Checkpointer, d
     assert driver.states == {A: "checkpointed", B: "running"}
 
 
-def test_a_process_that_gives_no_answer_is_lost_and_asked_once(
-    checkpointer: Checkpointer, driver: Driven
-) -> None:
+def test_a_process_that_gives_no_answer_is_lost_and_asked_once(checkpointer, driver):
     driver.silent.add(B)
     with pytest.raises(CheckpointFailed) as caught:
         checkpointer.checkpoint([A, B])
@@ -245,7 +232,7 @@ def test_a_process_that_gives_no_answer_is_lost_and_asked_once(
 # When restoring fails
 
 
-def test_a_restore_that_fails_loses_what_stays_standby(checkpointer: Checkpointer, driver: Driven) -> None:
+def test_a_restore_that_fails_loses_what_stays_standby(checkpointer, driver):
     standby = checkpointer.checkpoint([A, B])
     driver.log.clear()
     driver.faults["restore", B] = None
@@ -256,16 +243,14 @@ def test_a_restore_that_fails_loses_what_stays_standby(checkpointer: Checkpointe
     assert driver.log == [("restore", A), ("restore", B), ("unlock", A)]
 
 
-def test_an_unlock_that_reports_an_error_of_a_running_process_has_worked(
-    checkpointer: Checkpointer, driver: Driven
-) -> None:
+def test_an_unlock_that_reports_an_error_of_a_running_process_has_worked(checkpointer, driver):
     standby = checkpointer.checkpoint([A, B])
     driver.faults["unlock", A] = "running"
     checkpointer.restore(standby)
     assert driver.states == {A: "running", B: "running"}
 
 
-def test_a_process_that_ended_while_standby_is_lost(checkpointer: Checkpointer, driver: Driven) -> None:
+def test_a_process_that_ended_while_standby_is_lost(checkpointer, driver):
     standby = checkpointer.checkpoint([A, B])
     del driver.states[A]
     with pytest.raises(CheckpointFailed) as caught:
@@ -276,14 +261,14 @@ def test_a_process_that_ended_while_standby_is_lost(checkpointer: Checkpointer, 
 # Between states
 
 
-def test_a_process_between_two_states_is_waited_for(checkpointer: Checkpointer, driver: Driven) -> None:
+def test_a_process_between_two_states_is_waited_for(checkpointer, driver):
     driver.states = {A: "checkpointed"}
     driver.passing[A] = ["checkpointing"] * 5
     checkpointer.restore(Checkpointed((A,)))
     assert driver.log == [("restore", A), ("unlock", A)]
 
 
-def test_a_process_that_stays_between_two_states_is_lost(checkpointer: Checkpointer, driver: Driven) -> None:
+def test_a_process_that_stays_between_two_states_is_lost(checkpointer, driver):
     driver.states[A] = "restoring"
     with pytest.raises(CheckpointFailed, match="it is restoring, not checkpointed") as caught:
         checkpointer.restore(Checkpointed((A,)))
@@ -304,7 +289,7 @@ def stopped() -> Any:
     child.wait()
 
 
-def test_a_frozen_process_is_left_alone(checkpointer: Checkpointer, driver: Driven, stopped: int) -> None:
+def test_a_frozen_process_is_left_alone(checkpointer, driver, stopped):
     driver.states[stopped] = "running"
     for call in (
         lambda: checkpointer.checkpoint([A, stopped]),
@@ -332,9 +317,7 @@ def test_a_frozen_process_is_left_alone(checkpointer: Checkpointer, driver: Driv
         ("0::/", "elsewhere", "", False),
     ],
 )
-def test_a_frozen_container_is_seen_by_its_control_group(
-    tmp_path: Path, lines: str, file: str, text: str, expected: bool
-) -> None:
+def test_a_frozen_container_is_seen_by_its_control_group(tmp_path, lines, file, text, expected):
     process, groups = tmp_path / "41", tmp_path / "groups"
     process.mkdir()
     (process / "stat").write_text("41 (a (b) c) S 1 41 41" + " 0" * 20)
@@ -344,14 +327,14 @@ def test_a_frozen_container_is_seen_by_its_control_group(
     assert is_frozen(41, tmp_path, groups) is expected
 
 
-def test_a_process_that_is_gone_is_not_frozen(tmp_path: Path) -> None:
+def test_a_process_that_is_gone_is_not_frozen(tmp_path):
     assert not is_frozen(41, tmp_path)
 
 
 # Which processes
 
 
-def test_the_processes_with_gpu_memory_are_found(checkpointer: Checkpointer, gpus: FakeGpus) -> None:
+def test_the_processes_with_gpu_memory_are_found(checkpointer, gpus):
     gpus.hold(A, 0, GIB)
     gpus.hold(A, 1, 0)  # it may hold memory of one of its GPUs only
     gpus.hold(B, 1, GIB)
@@ -362,7 +345,7 @@ def test_the_processes_with_gpu_memory_are_found(checkpointer: Checkpointer, gpu
     assert checkpointer.find([A, B]) == (A,)
 
 
-def test_the_processes_are_looked_for_again(driver: Driven, gpus: FakeGpus) -> None:
+def test_the_processes_are_looked_for_again(driver, gpus):
     gpus.hold(C, 0, GIB)  # another process, so that NVML lists something
     late = Checkpointer(cast(Any, lambda: driver), gpus, wait=lambda _: gpus.hold(A, 0, GIB))
     assert late.find([A]) == (A,)
@@ -370,9 +353,7 @@ def test_the_processes_are_looked_for_again(driver: Driven, gpus: FakeGpus) -> N
 
 
 @pytest.mark.parametrize("known", ["nothing", "an untold amount", "only other processes"])
-def test_where_nvml_does_not_tell_the_driver_is_asked(
-    checkpointer: Checkpointer, gpus: FakeGpus, driver: Driven, known: str
-) -> None:
+def test_where_nvml_does_not_tell_the_driver_is_asked(checkpointer, gpus, driver, known):
     if known == "an untold amount":
         gpus.hold(A, 0, None)
     elif known == "only other processes":
@@ -410,9 +391,7 @@ def set_up(gpus: FakeGpus, **facts: Any) -> None:
         ({}, ["2"], "NVML finds no GPU 2"),
     ],
 )
-def test_why_a_service_cannot_be_standby(
-    checkpointer: Checkpointer, gpus: FakeGpus, facts: dict[str, Any], wanted: Sequence[str], reason: str
-) -> None:
+def test_why_a_service_cannot_be_standby(checkpointer, gpus, facts, wanted, reason):
     set_up(gpus, **facts)
     found = checkpointer.why_not(wanted)
     if reason is None:
@@ -422,9 +401,7 @@ def test_why_a_service_cannot_be_standby(
         assert re.search(reason, found)
 
 
-def test_what_the_driver_lacks_is_a_reason(
-    checkpointer: Checkpointer, driver: Driven, gpus: FakeGpus
-) -> None:
+def test_what_the_driver_lacks_is_a_reason(checkpointer, driver, gpus):
     assert checkpointer.why_not(["0", "1"], insist=True) is None
     driver.kind = None
     assert checkpointer.why_not(["0"]) == "the CUDA driver cannot be used: libcuda.so.1: cannot open"
@@ -434,7 +411,7 @@ def test_what_the_driver_lacks_is_a_reason(
     assert checkpointer.why_not(["0"]) == "GPU 0 is not in persistence mode (turn it on: nvidia-smi -pm 1)"
 
 
-def test_this_machine_is_judged_without_an_error() -> None:
+def test_this_machine_is_judged_without_an_error():
     found = Checkpointer().why_not(["0"])
     assert found is None or found
 
@@ -453,7 +430,7 @@ def connect(libcuda: Path, cuda: FakeCuda) -> Callable[..., Checkpointer]:
     return make
 
 
-def test_two_processes_go_and_come_back(connect: Callable[..., Checkpointer], cuda: FakeCuda) -> None:
+def test_two_processes_go_and_come_back(connect, cuda):
     checkpointer = connect()
     assert checkpointer.why_not(["0"]) is None
     pids = checkpointer.find([A, B, C])
@@ -473,9 +450,7 @@ def test_two_processes_go_and_come_back(connect: Callable[..., Checkpointer], cu
     ]
 
 
-def test_a_lock_that_times_out_in_the_driver_leaves_both_running(
-    connect: Callable[..., Checkpointer], cuda: FakeCuda
-) -> None:
+def test_a_lock_that_times_out_in_the_driver_leaves_both_running(connect, cuda):
     cuda.fault(B, "lock", "600")
     with pytest.raises(CheckpointFailed, match="CUDA_ERROR_NOT_READY") as caught:
         connect().checkpoint([A, B])
@@ -483,9 +458,7 @@ def test_a_lock_that_times_out_in_the_driver_leaves_both_running(
     assert [cuda.state(A), cuda.state(B)] == ["running", "running"]
 
 
-def test_a_restore_that_hangs_is_given_up_and_that_process_is_lost(
-    connect: Callable[..., Checkpointer], cuda: FakeCuda
-) -> None:
+def test_a_restore_that_hangs_is_given_up_and_that_process_is_lost(connect, cuda):
     checkpointer = connect(move=1.0)
     standby = checkpointer.checkpoint([A, B])
     cuda.fault(B, "restore", "hang")

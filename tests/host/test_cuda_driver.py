@@ -1,7 +1,5 @@
 """The conversation with the CUDA driver, held with stand-ins for its library and for its program."""
 
-from __future__ import annotations
-
 import os
 import resource
 import select
@@ -17,7 +15,7 @@ import pytest
 
 from anvil_mux.errors import BackendError
 from anvil_mux.host.cuda_driver import Driver, Limits
-from tests.fake_cuda import FakeCuda, build_library, write_program
+from tests.fake_cuda import build_library, write_program
 from tests.running import seen
 
 PID = 5_000_001  # more than Linux gives to any process
@@ -47,7 +45,7 @@ def driver(request: pytest.FixtureRequest, connect: Callable[..., Driver], tmp_p
 # The same by library and by program
 
 
-def test_a_process_that_uses_cuda_goes_to_host_memory_and_back(driver: Driver, cuda: FakeCuda) -> None:
+def test_a_process_that_uses_cuda_goes_to_host_memory_and_back(driver, cuda):
     cuda.process(PID)
     assert [driver.uses_cuda(pid) for pid in (PID, PID + 1)] == [True, False]
     states = [driver.state(PID)]
@@ -58,7 +56,7 @@ def test_a_process_that_uses_cuda_goes_to_host_memory_and_back(driver: Driver, c
     assert cuda.calls()[0] == f"lock {PID} 10000"  # which does not wait for ever
 
 
-def test_a_refusal_is_told_and_the_conversation_goes_on(driver: Driver, cuda: FakeCuda) -> None:
+def test_a_refusal_is_told_and_the_conversation_goes_on(driver, cuda):
     cuda.process(PID)
     with pytest.raises(BackendError, match=rf"checkpoint of process {PID}: .*[Ii][Ll][Ll][Ee][Gg][Aa][Ll]"):
         driver.act("checkpoint", PID)
@@ -68,24 +66,18 @@ def test_a_refusal_is_told_and_the_conversation_goes_on(driver: Driver, cuda: Fa
 # The library
 
 
-def test_the_library_is_preferred(
-    connect: Callable[..., Driver], libcuda: Path, cuda: FakeCuda, tmp_path: Path
-) -> None:
+def test_the_library_is_preferred(connect, libcuda, cuda, tmp_path):
     assert connect(libcuda, write_program(tmp_path)).tool() == "library"
 
 
-def test_a_library_without_the_calls_gives_way_to_the_program(
-    connect: Callable[..., Driver], libcuda: Path, cuda: FakeCuda, tmp_path: Path
-) -> None:
+def test_a_library_without_the_calls_gives_way_to_the_program(connect, libcuda, cuda, tmp_path):
     old, program = build_library(tmp_path, old=True), write_program(tmp_path)
     assert connect(old, program).tool() == "program"
     with pytest.raises(BackendError, match=r"libold.so has no cuCheckpointProcessLock \(driver 570"):
         connect(old).tool()
 
 
-def test_the_drivers_errors_have_its_names(
-    connect: Callable[..., Driver], libcuda: Path, cuda: FakeCuda
-) -> None:
+def test_the_drivers_errors_have_its_names(connect, libcuda, cuda):
     cuda.process(PID)
     driver = connect(libcuda)
     cuda.fault(PID, "lock", "600")
@@ -96,9 +88,7 @@ def test_the_drivers_errors_have_its_names(
         driver.act("lock", PID)
 
 
-def test_states_of_later_drivers_are_told_as_they_are(
-    connect: Callable[..., Driver], libcuda: Path, cuda: FakeCuda
-) -> None:
+def test_states_of_later_drivers_are_told_as_they_are(connect, libcuda, cuda):
     driver = connect(libcuda)
     cuda.process(PID, "restoring")
     assert driver.state(PID) == "restoring"
@@ -106,9 +96,7 @@ def test_states_of_later_drivers_are_told_as_they_are(
     assert driver.state(PID) == "state 9"
 
 
-def test_a_driver_without_a_gpu_cannot_be_used(
-    connect: Callable[..., Driver], libcuda: Path, cuda: FakeCuda
-) -> None:
+def test_a_driver_without_a_gpu_cannot_be_used(connect, libcuda, cuda):
     (cuda.folder / "init.fault").write_text("100")
     with pytest.raises(BackendError, match="cannot be used: cuInit: error 100"):
         connect(libcuda).tool()
@@ -119,8 +107,8 @@ def test_a_driver_without_a_gpu_cannot_be_used(
     [("lock", 0.21), ("checkpoint", 0.3), ("restore", 0.3), ("unlock", 0.2), ("state", 0.2)],
 )
 def test_a_call_that_hangs_is_given_up_and_the_conversation_begins_anew(
-    connect: Callable[..., Driver], libcuda: Path, cuda: FakeCuda, action: str, limit: float
-) -> None:
+    connect, libcuda, cuda, action, limit
+):
     driver = connect(libcuda, lock=0.01, move=0.3, question=0.2)
     cuda.process(PID)
     cuda.fault(PID, action, "hang")
@@ -131,9 +119,7 @@ def test_a_call_that_hangs_is_given_up_and_the_conversation_begins_anew(
     assert driver.state(PID) == "running"
 
 
-def test_every_gpu_is_visible_to_the_driver(
-    connect: Callable[..., Driver], libcuda: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_gpu_is_visible_to_the_driver(connect, libcuda, cuda, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     driver = connect(libcuda)
     driver.tool()
@@ -146,14 +132,12 @@ def test_every_gpu_is_visible_to_the_driver(
 # The program
 
 
-def test_without_library_and_program_the_reason_names_both(connect: Callable[..., Driver]) -> None:
+def test_without_library_and_program_the_reason_names_both(connect):
     with pytest.raises(BackendError, match=rf"{NOWHERE}.*and there is no program no-such-program in PATH"):
         connect(NOWHERE).tool()
 
 
-def test_a_program_that_hangs_goes_with_its_caller(
-    connect: Callable[..., Driver], cuda: FakeCuda, tmp_path: Path
-) -> None:
+def test_a_program_that_hangs_goes_with_its_caller(connect, cuda, tmp_path):
     program = tmp_path / "cuda-checkpoint"
     pause = f'"{sys.executable}" -c "import signal; signal.pause()"'
     program.write_text(f'#!/bin/sh\necho $$ >"$FAKE_CUDA/hanging"\nexec {pause}\n')
@@ -173,7 +157,7 @@ def test_a_program_that_hangs_goes_with_its_caller(
 # The child
 
 
-def test_a_child_that_breaks_off_says_why(connect: Callable[..., Driver], tmp_path: Path) -> None:
+def test_a_child_that_breaks_off_says_why(connect, tmp_path):
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho 'out of memory' >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -183,14 +167,14 @@ def test_a_child_that_breaks_off_says_why(connect: Callable[..., Driver], tmp_pa
         driver.tool()
 
 
-def test_a_child_that_cannot_be_started_is_told(connect: Callable[..., Driver], tmp_path: Path) -> None:
+def test_a_child_that_cannot_be_started_is_told(connect, tmp_path):
     driver = connect(NOWHERE)
     driver._command[0] = str(tmp_path / "no-python")
     with pytest.raises(BackendError, match=r"cannot be started: .*no-python"):
         driver.tool()
 
 
-def test_a_program_with_many_open_files_may_ask(driver: Driver, cuda: FakeCuda) -> None:
+def test_a_program_with_many_open_files_may_ask(driver, cuda):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     try:
@@ -203,7 +187,7 @@ def test_a_program_with_many_open_files_may_ask(driver: Driver, cuda: FakeCuda) 
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_nothing_of_a_conversation_is_left(driver: Driver, cuda: FakeCuda) -> None:
+def test_nothing_of_a_conversation_is_left(driver, cuda):
     with driver:
         driver.tool()
         assert driver._child is not None
@@ -213,9 +197,7 @@ def test_nothing_of_a_conversation_is_left(driver: Driver, cuda: FakeCuda) -> No
     driver.close()
 
 
-def test_a_child_that_the_driver_holds_beyond_its_kill_is_no_zombie_afterwards(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_child_that_the_driver_holds_beyond_its_kill_is_no_zombie_afterwards(driver, monkeypatch):
     with driver:
         driver.tool()
         child = driver._child

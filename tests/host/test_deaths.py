@@ -1,7 +1,5 @@
 """Which ends of containers are reported, and what is done about those that Docker revived."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Iterator
@@ -45,7 +43,7 @@ def watched(docker: Docker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched
         assert not thread.is_alive()
 
 
-def test_a_death_is_reported_once(watched: Watched):
+def test_a_death_is_reported_once(watched):
     into = watched.docker.next_events()
     watched.runtime.start(A)
     watched.runtime.start(B)
@@ -59,7 +57,7 @@ def test_a_death_is_reported_once(watched: Watched):
     into.close()
 
 
-def test_our_own_stop_is_no_death(watched: Watched):
+def test_our_own_stop_is_no_death(watched):
     into = watched.docker.next_events()
     watched.runtime.start(A)
     watched.runtime.start(B)
@@ -70,7 +68,7 @@ def test_our_own_stop_is_no_death(watched: Watched):
     into.close()
 
 
-def test_a_late_event_of_our_own_stop_does_not_hurt_the_next_run(watched: Watched):
+def test_a_late_event_of_our_own_stop_does_not_hurt_the_next_run(watched):
     into = watched.docker.next_events()
     watched.runtime.start(A)
     watched.runtime.start(B)
@@ -85,7 +83,7 @@ def test_a_late_event_of_our_own_stop_does_not_hurt_the_next_run(watched: Watche
     into.close()
 
 
-def test_a_service_that_its_restart_policy_revived_is_put_down_and_reported(watched: Watched):
+def test_a_service_that_its_restart_policy_revived_is_put_down_and_reported(watched):
     into = watched.docker.next_events()
     watched.runtime.start(A)
     id = next(iter(watched.docker.containers))
@@ -101,7 +99,7 @@ def test_a_service_that_its_restart_policy_revived_is_put_down_and_reported(watc
     into.close()
 
 
-def test_deaths_of_other_services_are_not_ours(watched: Watched):
+def test_deaths_of_other_services_are_not_ours(watched):
     into = watched.docker.next_events()
     watched.runtime.start(A)
     into.tell("database", "")
@@ -111,7 +109,7 @@ def test_deaths_of_other_services_are_not_ours(watched: Watched):
     into.close()
 
 
-def test_what_ended_while_docker_was_away_is_reported_when_it_is_back(watched: Watched):
+def test_what_ended_while_docker_was_away_is_reported_when_it_is_back(watched):
     into = watched.docker.next_events()
     watched.runtime.start(A)
     watched.runtime.start(B)
@@ -122,7 +120,7 @@ def test_what_ended_while_docker_was_away_is_reported_when_it_is_back(watched: W
     watched.docker.next_events().close()
 
 
-def test_an_adopted_service_is_watched_too(watched: Watched):
+def test_an_adopted_service_is_watched_too(watched):
     into = watched.docker.next_events()
     watched.docker.add("c1")
     watched.runtime.running()
@@ -132,7 +130,7 @@ def test_an_adopted_service_is_watched_too(watched: Watched):
     into.close()
 
 
-def test_the_death_of_one_replica_is_its_own(docker: Docker, watched: Watched):
+def test_the_death_of_one_replica_is_its_own(docker, watched):
     into = watched.docker.next_events()
     docker.scale = 3
     for each in REPLICAS:

@@ -1,7 +1,5 @@
 """What becomes of containers whose service is described otherwise, is scaled, or is generated."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -25,7 +23,7 @@ def labelled(docker: Docker, id: str, service: str = "a", number: str = "1", **m
     docker.containers[id]["Config"]["Labels"].update({**MADE, **more})
 
 
-def test_what_runs_is_compared_by_the_hash_that_compose_has_of_it(docker: Docker, runtime: ContainerRuntime):
+def test_what_runs_is_compared_by_the_hash_that_compose_has_of_it(docker, runtime):
     labelled(docker, "c1")
     docker.hash = "h1"
     assert runtime.differs(A) == ""
@@ -35,7 +33,7 @@ def test_what_runs_is_compared_by_the_hash_that_compose_has_of_it(docker: Docker
     assert runtime.differs(changed) == "its command changed since its container was made"
 
 
-def test_an_image_of_the_same_name_that_was_built_anew_is_another(docker: Docker, runtime: ContainerRuntime):
+def test_an_image_of_the_same_name_that_was_built_anew_is_another(docker, runtime):
     labelled(docker, "c1", **{"com.docker.compose.image": "sha256:before"})
     docker.hash = "h1"
     assert runtime.differs(A) == "its image changed since its container was made"
@@ -44,9 +42,7 @@ def test_an_image_of_the_same_name_that_was_built_anew_is_another(docker: Docker
 
 
 @pytest.mark.parametrize("hash", ["", "h1"])
-def test_without_a_hash_to_compare_the_container_itself_is_looked_at(
-    docker: Docker, runtime: ContainerRuntime, hash: str
-):
+def test_without_a_hash_to_compare_the_container_itself_is_looked_at(docker, runtime, hash):
     labelled(docker, "c1", **({"com.docker.compose.config-hash": ""} if hash else {}))
     docker.hash = hash  # "": Compose cannot be run
     assert runtime.differs(A) == ""
@@ -55,9 +51,7 @@ def test_without_a_hash_to_compare_the_container_itself_is_looked_at(
 
 
 @pytest.mark.parametrize("ours", ["2.40.3", "v2.40.3", "2.40.3-desktop.1"])
-def test_after_an_upgrade_of_compose_its_hash_is_not_compared(
-    docker: Docker, runtime: ContainerRuntime, caplog: pytest.LogCaptureFixture, ours: str
-):
+def test_after_an_upgrade_of_compose_its_hash_is_not_compared(docker, runtime, caplog, ours):
     labelled(docker, "c1", **{"com.docker.compose.version": "2.26.1"})
     docker.hash, docker.compose = "another", ours
     assert runtime.differs(A) == ""
@@ -72,16 +66,14 @@ def test_after_an_upgrade_of_compose_its_hash_is_not_compared(
     ("made_by", "ours"), [("2.40.3", "2.40.3-4"), ("", "2.40.3"), ("2.40.3", "dev"), ("2.40.3", "")]
 )
 def test_the_hash_of_the_same_release_of_compose_counts_and_so_it_does_where_that_is_not_known(
-    docker: Docker, runtime: ContainerRuntime, made_by: str, ours: str
+    docker, runtime, made_by, ours
 ):
     labelled(docker, "c1", **{"com.docker.compose.version": made_by})
     docker.hash, docker.compose = "another", ours
     assert runtime.differs(A) == "its description changed since its container was made"
 
 
-def test_one_that_differs_is_made_anew_by_its_next_start_though_others_of_its_service_run(
-    docker: Docker, runtime: ContainerRuntime
-):
+def test_one_that_differs_is_made_anew_by_its_next_start_though_others_of_its_service_run(docker, runtime):
     docker.scale = 3
     for number in "123":
         labelled(docker, f"c{number}", "s", number)
@@ -94,9 +86,7 @@ def test_one_that_differs_is_made_anew_by_its_next_start_though_others_of_its_se
     assert docker.state("c2")["Status"] == "running"
 
 
-def test_one_that_differs_is_made_anew_though_we_have_started_it_by_what_we_have_of_it(
-    docker: Docker, runtime: ContainerRuntime
-):
+def test_one_that_differs_is_made_anew_though_we_have_started_it_by_what_we_have_of_it(docker, runtime):
     backend = replace(A, service=replace(A.service, digest="d1"))
     labelled(docker, "c1")
     docker.hash = "h1"
@@ -108,9 +98,7 @@ def test_one_that_differs_is_made_anew_though_we_have_started_it_by_what_we_have
     assert "c1" not in docker.containers
 
 
-def test_a_replica_that_stopped_before_its_description_changed_is_made_anew(
-    docker: Docker, runtime: ContainerRuntime
-):
+def test_a_replica_that_stopped_before_its_description_changed_is_made_anew(docker, runtime):
     docker.scale = 2
     labelled(docker, "c1", "s", "1", **{"com.docker.compose.config-hash": "h2"})
     labelled(docker, "c2", "s", "2")
@@ -129,9 +117,7 @@ def described(backend: Backend, digest: str) -> Backend:
 
 
 @pytest.mark.parametrize("found", [False, True])
-def test_a_service_that_is_described_otherwise_is_made_anew_by_its_next_start(
-    docker: Docker, runtime: ContainerRuntime, found: bool
-):
+def test_a_service_that_is_described_otherwise_is_made_anew_by_its_next_start(docker, runtime, found):
     if found:
         docker.add("c1")
         assert runtime.running() == {"a": URL}
@@ -151,9 +137,7 @@ def test_a_service_that_is_described_otherwise_is_made_anew_by_its_next_start(
     assert docker.verbs() == ["start", "inspect"]
 
 
-def test_a_service_that_is_served_no_longer_is_ours_until_it_was_stopped(
-    docker: Docker, runtime: ContainerRuntime
-):
+def test_a_service_that_is_served_no_longer_is_ours_until_it_was_stopped(docker, runtime):
     runtime.start(B)
     runtime.reconfigure(replace(CONFIG, backends=(A,)))
     assert runtime.running() == {"b": URL}
@@ -162,9 +146,7 @@ def test_a_service_that_is_served_no_longer_is_ours_until_it_was_stopped(
     assert runtime.running() == {}
 
 
-def test_a_replica_that_is_described_otherwise_is_made_anew_beside_those_that_still_run(
-    docker: Docker, runtime: ContainerRuntime
-):
+def test_a_replica_that_is_described_otherwise_is_made_anew_beside_those_that_still_run(docker, runtime):
     docker.scale = 3
     for each in REPLICAS:
         runtime.start(each)
@@ -194,9 +176,7 @@ def up(docker: Docker) -> list[int]:
     return sorted(docker.number(id) for id in docker.containers if docker.state(id)["Status"] == "running")
 
 
-def test_each_container_of_a_scaled_service_is_started_and_stopped_alone(
-    docker: Docker, scaled: ContainerRuntime
-):
+def test_each_container_of_a_scaled_service_is_started_and_stopped_alone(docker, scaled):
     scaled.start(REPLICAS[1])
     assert up(docker) == [2]
     scaled.start(REPLICAS[2])
@@ -205,7 +185,7 @@ def test_each_container_of_a_scaled_service_is_started_and_stopped_alone(
     assert scaled.ended(REPLICAS[0]) == "has not been started"
 
 
-def test_containers_that_run_are_adopted_by_their_numbers(docker: Docker, scaled: ContainerRuntime):
+def test_containers_that_run_are_adopted_by_their_numbers(docker, scaled):
     docker.add("c3", "s", number="3")
     docker.add("c1", "s", number="1")
     assert list(scaled.running()) == ["s-1", "s-3"]
@@ -213,9 +193,7 @@ def test_containers_that_run_are_adopted_by_their_numbers(docker: Docker, scaled
     assert up(docker) == [1]
 
 
-def test_a_container_that_somebody_removed_is_replaced_beside_those_that_run(
-    docker: Docker, scaled: ContainerRuntime
-):
+def test_a_container_that_somebody_removed_is_replaced_beside_those_that_run(docker, scaled):
     for each in REPLICAS:
         scaled.start(each)
     docker.containers.pop(next(id for id in docker.containers if docker.number(id) == 2))
@@ -227,9 +205,7 @@ def test_a_container_that_somebody_removed_is_replaced_beside_those_that_run(
     assert scaled.ended(REPLICAS[1]) is None
 
 
-def test_who_stands_in_for_a_removed_container_does_so_after_a_restart_too(
-    docker: Docker, scaled: ContainerRuntime
-):
+def test_who_stands_in_for_a_removed_container_does_so_after_a_restart_too(docker, scaled):
     docker.add("c4", "s", number="4")
     docker.add("c3", "s", number="3")
     docker.add("c1", "s", number="1", status="exited")
@@ -238,7 +214,7 @@ def test_who_stands_in_for_a_removed_container_does_so_after_a_restart_too(
     assert up(docker) == [1, 3, 4]
 
 
-def test_a_changed_description_does_not_end_replicas_that_run(docker: Docker, scaled: ContainerRuntime):
+def test_a_changed_description_does_not_end_replicas_that_run(docker, scaled):
     docker.add("c1", "s", number="1")
     scaled.running()
     docker.changed = True
@@ -250,9 +226,7 @@ def test_a_changed_description_does_not_end_replicas_that_run(docker: Docker, sc
     assert "c1" not in docker.containers
 
 
-def test_a_replica_that_is_half_removed_is_made_anew_beside_those_that_run(
-    docker: Docker, scaled: ContainerRuntime
-):
+def test_a_replica_that_is_half_removed_is_made_anew_beside_those_that_run(docker, scaled):
     docker.add("c1", "s", number="1")
     docker.add("c2", "s", number="2", status="dead")
     scaled.running()
@@ -261,9 +235,7 @@ def test_a_replica_that_is_half_removed_is_made_anew_beside_those_that_run(
     assert docker.state("c1")["Status"] == "running"
 
 
-def test_a_replica_that_is_described_otherwise_is_made_anew_without_the_others(
-    docker: Docker, scaled: ContainerRuntime
-):
+def test_a_replica_that_is_described_otherwise_is_made_anew_without_the_others(docker, scaled):
     for each in REPLICAS[:2]:
         scaled.start(each)
     before = {docker.number(id): id for id in docker.containers}
@@ -274,9 +246,7 @@ def test_a_replica_that_is_described_otherwise_is_made_anew_without_the_others(
     assert up(docker) == [4]
 
 
-def test_a_replica_that_the_configuration_has_no_longer_can_be_stopped(
-    docker: Docker, scaled: ContainerRuntime
-):
+def test_a_replica_that_the_configuration_has_no_longer_can_be_stopped(docker, scaled):
     docker.add("c3", "s", number="3")
     docker.add("c4", "s", number="4")
     scaled.stop(replica(4))
@@ -310,7 +280,7 @@ class Composer:
         return self.docker.run(argv, timeout)
 
 
-def test_generated_services_are_a_file_more_that_nobody_else_may_read(docker: Docker, tmp_path: Path):
+def test_generated_services_are_a_file_more_that_nobody_else_may_read(docker, tmp_path):
     composer = Composer(docker, tmp_path, "/s/compose.yaml")
     file = tmp_path / "anvil-mux" / "p-b" / "compose.yaml"
     assert not file.exists()
@@ -320,7 +290,7 @@ def test_generated_services_are_a_file_more_that_nobody_else_may_read(docker: Do
     assert file.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_on_another_host_they_are_the_only_file_and_a_reload_writes_it_anew(docker: Docker, tmp_path: Path):
+def test_on_another_host_they_are_the_only_file_and_a_reload_writes_it_anew(docker, tmp_path):
     composer = Composer(docker, tmp_path)
     config = composer.config("two", "m.0", "m.1")
     first, second = config.backends
@@ -334,7 +304,7 @@ def test_on_another_host_they_are_the_only_file_and_a_reload_writes_it_anew(dock
     assert list(composer.runtime.running()) == ["m.1"]
 
 
-def test_generated_services_that_run_are_adopted_and_orphans_stopped(docker: Docker, tmp_path: Path):
+def test_generated_services_that_run_are_adopted_and_orphans_stopped(docker, tmp_path):
     docker.add("c0", "m.0")
     docker.add("c9", "m.9")
     composer = Composer(docker, tmp_path)
@@ -344,7 +314,7 @@ def test_generated_services_that_run_are_adopted_and_orphans_stopped(docker: Doc
     assert composer.created == []
 
 
-def test_generated_services_that_cannot_be_written_are_said(docker: Docker, tmp_path: Path):
+def test_generated_services_that_cannot_be_written_are_said(docker, tmp_path):
     composer = Composer(docker, tmp_path)
     (tmp_path / "anvil-mux").write_text("in the way")
     with pytest.raises(BackendError, match=r"compose.yaml cannot be written: Not a directory"):

@@ -1,7 +1,5 @@
 """What is asked of a Docker Engine, and what is made of its answers."""
 
-from __future__ import annotations
-
 import json
 import socket
 from typing import Any
@@ -34,7 +32,7 @@ from tests.protocol.test_completions import Copied
         ("[]", ("", None)),
     ],
 )
-def test_an_event_is_read(line: str, death: tuple[str, int | None]):
+def test_an_event_is_read(line, death):
     assert read_death(line) == death
 
 
@@ -46,7 +44,7 @@ def engine(docker: Docker) -> ContainerEngine:
     return ContainerEngine(Endpoint(docker.host))
 
 
-def test_the_containers_of_a_project_are_listed_without_one_off_runs(docker: Docker, engine: ContainerEngine):
+def test_the_containers_of_a_project_are_listed_without_one_off_runs(docker, engine):
     docker.add("c1", "a")
     docker.add("c2", "b", status="exited")
     assert engine.containers("p") == [("c1", "a"), ("c2", "b")]
@@ -56,13 +54,13 @@ def test_the_containers_of_a_project_are_listed_without_one_off_runs(docker: Doc
     assert json.loads(docker.asked["filters"]) == {"label": [*ours, "com.docker.compose.service=b"]}
 
 
-def test_a_grace_is_rounded_up(docker: Docker, engine: ContainerEngine):
+def test_a_grace_is_rounded_up(docker, engine):
     docker.add("c1")
     engine.stop("c1", 3.5)
     assert docker.asked == {"t": "4"}
 
 
-def test_what_was_so_already_is_no_error(docker: Docker, engine: ContainerEngine):
+def test_what_was_so_already_is_no_error(docker, engine):
     docker.add("c1")
     engine.start("c1")
     docker.fails["stop"] = [(304, "")]
@@ -73,9 +71,7 @@ def test_what_was_so_already_is_no_error(docker: Docker, engine: ContainerEngine
     ("status", "error"),
     [(400, DockerRefused), (404, Missing), (409, Conflict), (500, DockerRefused), (503, DockerRefused)],
 )
-def test_an_error_is_told_by_its_status_and_said_in_its_message(
-    docker: Docker, engine: ContainerEngine, status: int, error: type[DockerRefused]
-):
+def test_an_error_is_told_by_its_status_and_said_in_its_message(docker, engine, status, error):
     docker.add("c1")
     docker.fails["kill"] = [(status, "it is\nso.")]
     with pytest.raises(DockerRefused) as caught:
@@ -84,28 +80,24 @@ def test_an_error_is_told_by_its_status_and_said_in_its_message(
     assert caught.value.message == f"Docker answers {status} to POST /containers/c1/kill: it is so"
 
 
-def test_a_long_id_is_cut_in_errors(engine: ContainerEngine):
+def test_a_long_id_is_cut_in_errors(engine):
     with pytest.raises(Missing, match="POST /containers/000000000000/start: No such container"):
         engine.start("0" * 64)
 
 
-def test_what_is_gone_has_nothing_to_inspect_and_no_processes(engine: ContainerEngine):
+def test_what_is_gone_has_nothing_to_inspect_and_no_processes(engine):
     assert engine.inspect("c1") is None
     assert engine.processes("c1") == []
 
 
 @pytest.mark.parametrize("podman", [False, True])
-def test_processes_are_asked_for_by_their_ids_on_the_host(
-    docker: Docker, engine: ContainerEngine, podman: bool
-):
+def test_processes_are_asked_for_by_their_ids_on_the_host(docker, engine, podman):
     docker.podman = podman
     docker.add("c1")
     assert engine.processes("c1") == [4711, 4712]
 
 
-def test_a_list_of_processes_that_is_null_has_none(
-    engine: ContainerEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_of_processes_that_is_null_has_none(engine, monkeypatch):
     answer = b'{"Titles": ["PID"], "Processes": null}'
     monkeypatch.setattr(engine, "_ask", lambda method, path: answer)
     monkeypatch.setattr(engine, "_learn", lambda: None)
@@ -113,7 +105,7 @@ def test_a_list_of_processes_that_is_null_has_none(
 
 
 @pytest.mark.parametrize("name", ["llama:1", "registry:5000/team/llama@sha256:0a"])
-def test_an_image_is_there_or_not(docker: Docker, engine: ContainerEngine, name: str):
+def test_an_image_is_there_or_not(docker, engine, name):
     assert bool(engine.image_id(name)) is (name == "llama:1")
     docker.images = {name}
     assert engine.image_id(name)
@@ -123,9 +115,7 @@ def test_an_image_is_there_or_not(docker: Docker, engine: ContainerEngine, name:
 
 
 @pytest.mark.parametrize("tty", [False, True])
-def test_a_log_has_the_lines_of_both_streams_in_their_order(
-    docker: Docker, engine: ContainerEngine, tty: bool
-):
+def test_a_log_has_the_lines_of_both_streams_in_their_order(docker, engine, tty):
     docker.add("c1")
     docker.containers["c1"]["Config"]["Tty"] = tty
     docker.logs = [(1, "one\r\nt"), (1, "wo\n"), (2, ""), (2, "three\n"), (1, "fo\u00fcr")]
@@ -139,7 +129,7 @@ def test_a_log_has_the_lines_of_both_streams_in_their_order(
     assert docker.asked == {"stdout": "1", "stderr": "1", "tail": "100", "follow": "1"}
 
 
-def test_what_a_log_says_about_itself_may_be_cut_short(docker: Docker, engine: ContainerEngine):
+def test_what_a_log_says_about_itself_may_be_cut_short(docker, engine):
     docker.add("c1")
     container = engine.inspect("c1")
     assert container is not None
@@ -158,7 +148,7 @@ def test_a_line_that_a_container_prints_in_many_pieces_is_not_copied_for_each_of
 # Events
 
 
-def test_ends_are_asked_for_by_the_words_of_docker_and_podman(docker: Docker, engine: ContainerEngine):
+def test_ends_are_asked_for_by_the_words_of_docker_and_podman(docker, engine):
     with engine.deaths("p", 12.3456) as events:
         filters = json.loads(docker.asked["filters"])
         into = docker.next_events()
@@ -180,23 +170,19 @@ def test_ends_are_asked_for_by_the_words_of_docker_and_podman(docker: Docker, en
 
 
 @pytest.mark.parametrize(("theirs", "spoken"), [("1.40", "1.40"), ("1.41", "1.41"), ("1.99", "1.52")])
-def test_the_newest_version_that_both_know_is_spoken(
-    docker: Docker, engine: ContainerEngine, theirs: str, spoken: str
-):
+def test_the_newest_version_that_both_know_is_spoken(docker, engine, theirs, spoken):
     docker.version = theirs
     engine.ping()
     assert engine._version == spoken
 
 
-def test_an_engine_that_is_too_old_is_refused(docker: Docker, engine: ContainerEngine):
+def test_an_engine_that_is_too_old_is_refused(docker, engine):
     docker.version = "1.39"
     with pytest.raises(Unreachable, match=r"API is 1\.39, and 1\.40 is needed: update Docker to 19\.03"):
         engine.ping()
 
 
-def test_an_engine_of_another_version_since_is_understood_from_the_next_question_on(
-    docker: Docker, engine: ContainerEngine
-):
+def test_an_engine_of_another_version_since_is_understood_from_the_next_question_on(docker, engine):
     docker.add("c1")
     assert engine.inspect("c1")
     docker.version = "1.44"
@@ -205,7 +191,7 @@ def test_an_engine_of_another_version_since_is_understood_from_the_next_question
     assert engine.inspect("c1")
 
 
-def test_an_engine_that_closes_the_connection_has_not_answered(docker: Docker, engine: ContainerEngine):
+def test_an_engine_that_closes_the_connection_has_not_answered(docker, engine):
     docker.fails["ps"] = [AWAY]
     with pytest.raises(
         Unreachable, match=r"did not answer GET /v1.41/containers/json: .*Start dockerd, or set"
@@ -213,9 +199,7 @@ def test_an_engine_that_closes_the_connection_has_not_answered(docker: Docker, e
         engine.containers("p")
 
 
-def test_an_engine_that_takes_too_long_may_be_stuck(
-    docker: Docker, engine: ContainerEngine, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_engine_that_takes_too_long_may_be_stuck(docker, engine, monkeypatch):
     engine.ping()
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(f"{docker.path}.silent")
@@ -226,7 +210,7 @@ def test_an_engine_that_takes_too_long_may_be_stuck(
             engine.stop("c1", 0.0)
 
 
-def test_what_is_no_docker_engine_is_told_so(docker: Docker, engine: ContainerEngine):
+def test_what_is_no_docker_engine_is_told_so(docker, engine):
     docker.version = ""
     with pytest.raises(BackendError, match=r"what answers at unix://.*docker.sock is no Docker Engine"):
         engine.ping()

@@ -1,7 +1,5 @@
 """Where an engine is looked for, and how it is reached."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -55,11 +53,11 @@ def make_context(config: Path, name: str, *, tls: bool = False, **about: object)
     return secrets
 
 
-def test_the_default_is_dockers_own_socket(home: Path):
+def test_the_default_is_dockers_own_socket(home):
     assert find_endpoint(environ(home)) == Endpoint(f"unix://{docker_api.DOCKER_SOCKET}")
 
 
-def test_docker_host_is_asked_first(home: Path):
+def test_docker_host_is_asked_first(home):
     env = environ(home, DOCKER_HOST="tcp://gpu:2375", DOCKER_CONTEXT="other", CONTAINER_HOST="unix:///p")
     assert find_endpoint(env) == Endpoint("tcp://gpu:2375")
 
@@ -73,12 +71,12 @@ def test_docker_host_is_asked_first(home: Path):
         ({"DOCKER_CERT_PATH": "/certs"}, None),
     ],
 )
-def test_tls_is_as_the_environment_says(home: Path, asked: dict[str, str], tls: Tls | None):
+def test_tls_is_as_the_environment_says(home, asked, tls):
     found = find_endpoint(environ(home, DOCKER_HOST="tcp://gpu:2376", **asked)).tls
     assert found == (tls and Tls(tls.folder.replace("HOME", str(home)), tls.verify))
 
 
-def test_the_context_that_is_in_use_is_followed(home: Path):
+def test_the_context_that_is_in_use_is_followed(home):
     make_context(home / ".docker", "rootless", Host="unix:///run/user/1/docker.sock")
     make_context(home / ".docker", "other", Host="ssh://me@gpu")
     (home / ".docker" / "config.json").write_text('{"currentContext": "rootless"}')
@@ -88,7 +86,7 @@ def test_the_context_that_is_in_use_is_followed(home: Path):
     assert find_endpoint(environ(home, DOCKER_CONTEXT="default")) == default
 
 
-def test_a_context_brings_its_certificates(tmp_path: Path):
+def test_a_context_brings_its_certificates(tmp_path):
     secrets = make_context(tmp_path, "safe", tls=True, Host="tcp://gpu:2376")
     blind = make_context(tmp_path, "blind", tls=True, Host="tcp://gpu:2376", SkipTLSVerify=True)
     env = {"DOCKER_CONFIG": str(tmp_path)}
@@ -96,12 +94,12 @@ def test_a_context_brings_its_certificates(tmp_path: Path):
     assert find_endpoint({**env, "DOCKER_CONTEXT": "blind"}).tls == Tls(str(blind), verify=False)
 
 
-def test_a_context_that_is_not_there_is_named_when_the_engine_is_asked(home: Path):
+def test_a_context_that_is_not_there_is_named_when_the_engine_is_asked(home):
     with pytest.raises(Unreachable, match="there is no docker context typo: `docker context ls` lists"):
         ContainerEngine(find_endpoint(environ(home, DOCKER_CONTEXT="typo"))).ping()
 
 
-def test_podman_is_found_where_docker_is_not(home: Path):
+def test_podman_is_found_where_docker_is_not(home):
     system, rootless = home / "podman.sock", home / "run" / "podman" / "podman.sock"
     system.touch()
     assert find_endpoint(environ(home)) == Endpoint(f"unix://{system}", found_by_us=True)
@@ -125,14 +123,14 @@ def test_podman_is_found_where_docker_is_not(home: Path):
         ("tcp://127.0.0.1:one", "Port could not be cast"),
     ],
 )
-def test_what_cannot_be_reached_says_why_and_what_to_do(address: str, why: str):
+def test_what_cannot_be_reached_says_why_and_what_to_do(address, why):
     with pytest.raises(
         Unreachable, match=f"Cannot connect to the Docker daemon at {address}: {why}.*or set DOCKER_HOST"
     ):
         ContainerEngine(Endpoint(address)).ping()
 
 
-def test_a_socket_that_others_own_names_the_group(docker: Docker, monkeypatch: pytest.MonkeyPatch):
+def test_a_socket_that_others_own_names_the_group(docker, monkeypatch):
     def refuse(_: Connection) -> socket.socket:
         raise PermissionError(13, "Permission denied")
 
@@ -172,7 +170,7 @@ def relayed(docker: Docker, context: ssl.SSLContext | None = None) -> Iterator[i
         thread.join(PATIENCE)
 
 
-def test_an_engine_is_reached_by_tcp(docker: Docker):
+def test_an_engine_is_reached_by_tcp(docker):
     docker.add("c1")
     with relayed(docker) as port:
         assert ContainerEngine(Endpoint(f"tcp://127.0.0.1:{port}")).containers("p") == [("c1", "a")]
@@ -189,7 +187,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_engine_behind_tls_is_reached_with_the_certificates_of_both(docker: Docker, certificates: Path):
+def test_an_engine_behind_tls_is_reached_with_the_certificates_of_both(docker, certificates):
     server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(certificates / "ca.pem"))
     server.load_cert_chain(certificates / "cert.pem", certificates / "key.pem")
     server.verify_mode = ssl.CERT_REQUIRED
@@ -200,9 +198,7 @@ def test_an_engine_behind_tls_is_reached_with_the_certificates_of_both(docker: D
             assert ContainerEngine(Endpoint(address, tls)).containers("p") == [("c1", "a")]
 
 
-def test_an_engine_that_is_another_behind_tls_is_not_asked(
-    docker: Docker, certificates: Path, tmp_path: Path
-):
+def test_an_engine_that_is_another_behind_tls_is_not_asked(docker, certificates, tmp_path):
     server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     server.load_cert_chain(certificates / "cert.pem", certificates / "key.pem")
     refused = pytest.raises(Unreachable, match=r"(?i)certificate.*DOCKER_CERT_PATH names the folder")
@@ -225,7 +221,7 @@ def test_an_engine_that_is_another_behind_tls_is_not_asked(
         ),
     ],
 )
-def test_the_command_that_reaches_an_engine_by_ssh(address: str, command: list[str]):
+def test_the_command_that_reaches_an_engine_by_ssh(address, command):
     assert ssh_command(address) == ["ssh", "-o", "ConnectTimeout=30", "-T", *command]
 
 
@@ -248,7 +244,7 @@ def ssh_program(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
-def test_an_engine_is_reached_by_ssh(docker: Docker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_engine_is_reached_by_ssh(docker, tmp_path, monkeypatch):
     ssh_program(tmp_path, RELAY, monkeypatch)
     monkeypatch.setenv("STAND_IN", str(docker.path))
     docker.add("c1")
@@ -264,7 +260,7 @@ def test_an_engine_is_reached_by_ssh(docker: Docker, tmp_path: Path, monkeypatch
     into.close()
 
 
-def test_what_ssh_says_is_told(docker: Docker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_ssh_says_is_told(docker, tmp_path, monkeypatch):
     ssh_program(
         tmp_path, "#!/bin/sh\necho hello >&2; echo gpu: Host key verification failed. >&2", monkeypatch
     )
@@ -272,7 +268,7 @@ def test_what_ssh_says_is_told(docker: Docker, tmp_path: Path, monkeypatch: pyte
         ContainerEngine(Endpoint("ssh://gpu")).ping()
 
 
-def test_a_machine_without_ssh_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_machine_without_ssh_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Unreachable, match="Cannot connect to the Docker daemon at ssh://gpu: No such file"):
         ContainerEngine(Endpoint("ssh://gpu")).ping()

@@ -1,7 +1,5 @@
 """Readiness, against real HTTP servers that answer as the engines do, in virtual time."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket
@@ -155,7 +153,7 @@ def test_the_served_model_counts_where_it_differs_from_our_name():
 
 
 @pytest.mark.parametrize("load_seconds", [0.1, 1.0, 6.0])
-def test_a_look_is_late_by_a_hundredth_of_the_load_and_a_twentieth_of_a_second_at_most(load_seconds: float):
+def test_a_look_is_late_by_a_hundredth_of_the_load_and_a_twentieth_of_a_second_at_most(load_seconds):
     with engine(**{"GET_/health": 503, "GET_/v1/models": serving("qwen3")}) as stub:
         waiting = Waiting()
 
@@ -193,9 +191,7 @@ def test_an_answer_does_not_count_when_our_own_service_has_ended():
         (llamacpp("-m", "/m/tiny-1.gguf"), "/m/other.gguf", "answers for model /m/other.gguf, not tiny$"),
     ],
 )
-def test_another_process_on_the_port_is_not_taken_for_ready(
-    monkeypatch: pytest.MonkeyPatch, backend: Backend, listed: str, why: str
-):
+def test_another_process_on_the_port_is_not_taken_for_ready(monkeypatch, backend, listed, why):
     monkeypatch.setattr(engines, "OTHERS_PATIENCE", 2.0)
     waiting = Waiting()
     with (
@@ -223,7 +219,7 @@ def test_a_other_process_that_leaves_in_time_does_no_harm():
         {"data": [{"id": "x" * 100_000}]},  # it is cut
     ],
 )
-def test_a_list_that_is_empty_or_none_is_of_an_engine_that_is_not_ready_yet(body: object):
+def test_a_list_that_is_empty_or_none_is_of_an_engine_that_is_not_ready_yet(body):
     why = why_not(VLLM, **HEALTHY, **{"GET_/v1/models": (200, body)})
     assert "was not ready within its load_timeout of 1 s" in why
     assert "lists no model yet" in why
@@ -263,9 +259,7 @@ def test_keys_are_found_in_command_and_environment():
         ("llamacpp", Service(command=("llama-server", "--threads-http", "-1")), 2),
     ],
 )
-def test_an_engine_keeps_threads_for_those_whose_connections_do_not_idle(
-    engine: str, service: Service, count: int
-) -> None:
+def test_an_engine_keeps_threads_for_those_whose_connections_do_not_idle(engine, service, count):
     assert idle_connections(Backend("q", "q", engine=engine, service=service)) == count
 
 
@@ -283,7 +277,7 @@ def test_an_engine_keeps_threads_for_those_whose_connections_do_not_idle(
         ("ollama", Service(environment=(("OLLAMA_NUM_PARALLEL", "3"),)), 3),
     ],
 )
-def test_an_engine_makes_so_many_answers_at_a_time(engine: str, service: Service, count: int) -> None:
+def test_an_engine_makes_so_many_answers_at_a_time(engine, service, count):
     assert at_once(Backend("q", "q", engine=engine, service=service)) == count
 
 
@@ -296,7 +290,7 @@ def test_nothing_listens_until_the_deadline():
     assert f"of 2 s: port {port}: nothing listens there yet" in caught.value.reason
 
 
-def test_a_port_that_accepts_and_says_nothing_is_bounded(monkeypatch: pytest.MonkeyPatch):
+def test_a_port_that_accepts_and_says_nothing_is_bounded(monkeypatch):
     monkeypatch.setattr(engine_client, "LEAST_TIMEOUT", 0.02)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(LoadError) as caught:
         ready(VLLM, f"http://127.0.0.1:{silent.getsockname()[1]}", Waiting(), seconds=0.1)
@@ -309,7 +303,7 @@ def test_redirects_are_not_followed():
     assert "GET /elsewhere" not in stub.seen
 
 
-def test_proxies_of_the_environment_are_not_asked(monkeypatch: pytest.MonkeyPatch):
+def test_proxies_of_the_environment_are_not_asked(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "")
     found_ready(VLLM, **HEALTHY, **{"GET_/v1/models": serving("qwen3")})
@@ -324,7 +318,7 @@ def test_proxies_of_the_environment_are_not_asked(monkeypatch: pytest.MonkeyPatc
         ("two", llamacpp(LLAMA_ARG_ALIAS="two")),
     ],
 )
-def test_llama_cpp_is_known_by_the_file_it_was_given_or_its_alias(reported: str, backend: Backend):
+def test_llama_cpp_is_known_by_the_file_it_was_given_or_its_alias(reported, backend):
     stub = found_ready(backend, **HEALTHY, **{"GET_/v1/models": serving(reported)})
     assert "POST /v1/chat/completions" not in stub.seen
 
@@ -339,7 +333,7 @@ def test_llama_cpp_is_known_by_the_file_it_was_given_or_its_alias(reported: str,
         ),
     ],
 )
-def test_one_token_or_embedding_decides_where_nothing_else_can(answers: dict[str, int], last: str):
+def test_one_token_or_embedding_decides_where_nothing_else_can(answers, last):
     assert found_ready(llamacpp(), **ANY_FILE, **answers).seen[-1] == last
 
 
@@ -382,7 +376,7 @@ def test_ollama_loads_its_weights_with_the_probe():
         (Backend("images", "flux"), HEALTHY),  # and has perhaps no text routes
     ],
 )
-def test_an_engine_is_known_by_what_it_has(backend: Backend, answers: dict[str, int | tuple[int, object]]):
+def test_an_engine_is_known_by_what_it_has(backend, answers):
     found_ready(backend, **answers)
 
 

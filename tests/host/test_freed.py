@@ -1,7 +1,5 @@
 """What GPUs say of a backend that left, in virtual time."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 
@@ -43,9 +41,7 @@ class Desk:
         (1.2, 1.2, False),
     ],
 )
-def test_a_sleeper_has_to_give_up_most_of_what_is_no_context(
-    before: float, after: float, enough: bool
-) -> None:
+def test_a_sleeper_has_to_give_up_most_of_what_is_no_context(before, after, enough):
     desk = Desk()
     desk.holds(before)
     held = desk.held()
@@ -58,7 +54,7 @@ def test_a_sleeper_has_to_give_up_most_of_what_is_no_context(
             desk.memory.left(held, runs=True)
 
 
-def test_of_who_was_stopped_nothing_may_be_left() -> None:
+def test_of_who_was_stopped_nothing_may_be_left():
     desk = Desk()
     desk.holds(10)
     held = desk.held()
@@ -69,7 +65,7 @@ def test_of_who_was_stopped_nothing_may_be_left() -> None:
     assert desk.memory.left(held, runs=False) == After({}, dict.fromkeys("01", 10 * GIB))
 
 
-def test_what_a_backend_holds_and_gives_back_is_its_own_whatever_others_take() -> None:
+def test_what_a_backend_holds_and_gives_back_is_its_own_whatever_others_take():
     desk = Desk()
     desk.holds(10)
     desk.ledger.hold(PID + 1, ("0",), 2 * GIB)
@@ -80,7 +76,7 @@ def test_what_a_backend_holds_and_gives_back_is_its_own_whatever_others_take() -
     assert desk.memory.left(held, runs=True).freed == dict.fromkeys("01", 9 * GIB)
 
 
-def test_where_processes_cannot_be_read_what_was_given_back_is_what_became_free() -> None:
+def test_where_processes_cannot_be_read_what_was_given_back_is_what_became_free():
     desk = Desk(processes=False)
     desk.holds(6)
     held = desk.held(Backend("a", "a", ("0",), vram=8 * GIB))
@@ -88,7 +84,7 @@ def test_where_processes_cannot_be_read_what_was_given_back_is_what_became_free(
     assert desk.memory.left(held, runs=False) == After({}, {"0": 6 * GIB})
 
 
-def test_other_processes_are_named_where_memory_is_not_freed(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_processes_are_named_where_memory_is_not_freed(caplog):
     desk, me = Desk(), os.getpid()
     desk.holds(10)
     held = desk.held()
@@ -102,14 +98,14 @@ def test_other_processes_are_named_where_memory_is_not_freed(caplog: pytest.LogC
     assert f"is not free; process {me}" in caplog.text
 
 
-def test_our_own_are_no_other_processes() -> None:
+def test_our_own_are_no_other_processes():
     desk, me = Desk(), os.getpid()
     desk.ledger.hold(me, ("0",), 3 * GIB)
     memory = FreedCheck(desk.ledger.probe, owner={me: "b"}.get)
     assert (memory.others(["0"]), FreedCheck().others(["0"])) == ("", "")
 
 
-def test_what_is_declared_counts_where_processes_cannot_be_read_and_only_of_residents() -> None:
+def test_what_is_declared_counts_where_processes_cannot_be_read_and_only_of_residents():
     desk = Desk(processes=False)
     desk.holds(4)
     declared = Backend("a", "a", ("0",), vram=4 * GIB)
@@ -117,7 +113,7 @@ def test_what_is_declared_counts_where_processes_cannot_be_read_and_only_of_resi
     assert desk.held(declared, resident=False) == desk.held(A) == Before()
 
 
-def test_without_gpus_to_be_read_nobody_asks_for_processes() -> None:
+def test_without_gpus_to_be_read_nobody_asks_for_processes():
     assert FreedCheck().held(A, lambda: pytest.fail("asked"), resident=True) == Before()
     reads = FreedCheck(lambda pids: Gpus())
     assert reads.held(replace(A, gpus=()), lambda: pytest.fail("asked"), resident=True) == Before()
@@ -125,7 +121,7 @@ def test_without_gpus_to_be_read_nobody_asks_for_processes() -> None:
     assert FreedCheck().left(Before(), runs=True) == reads.left(Before(), runs=True) == After()
 
 
-def test_only_the_processes_in_question_are_looked_at() -> None:
+def test_only_the_processes_in_question_are_looked_at():
     desk, looked_at = Desk(), []
 
     def probe(pids: object) -> Gpus:
@@ -140,6 +136,6 @@ def test_only_the_processes_in_question_are_looked_at() -> None:
     assert looked_at == [{PID}, {PID}]
 
 
-def test_host_memory_is_that_of_the_processes_that_are_there() -> None:
+def test_host_memory_is_that_of_the_processes_that_are_there():
     assert host_bytes([os.getpid()]) > 1 << 20
     assert host_bytes([PID]) == 0

@@ -1,11 +1,7 @@
 """What is seen of the GPUs, and when somebody looks."""
 
-from __future__ import annotations
-
 import os
 import threading
-
-import pytest
 
 from anvil_mux.host import gpus
 from anvil_mux.host.gpus import WATCHED_SECONDS, GpuMonitor, Gpus
@@ -29,7 +25,7 @@ def seen(gpus: list[str], probe: FakeGpus) -> GpuUses:
     return gpu_uses
 
 
-def test_ours_and_other_processes_are_told_apart() -> None:
+def test_ours_and_other_processes_are_told_apart():
     gpus = FakeGpus(24 * GIB, 24 * GIB)
     for pid, used in ((41, 8 * GIB), (42, GIB), (43, None), (ME, 3 * GIB)):
         gpus.hold(pid, 0, used)
@@ -40,19 +36,19 @@ def test_ours_and_other_processes_are_told_apart() -> None:
     assert second == GpuUse(0, 24 * GIB)
 
 
-def test_a_gpu_goes_by_the_id_that_the_configuration_gives_it() -> None:
+def test_a_gpu_goes_by_the_id_that_the_configuration_gives_it():
     gpu_uses = seen(["GPU-00000001", "7"], FakeGpus(GIB, 2 * GIB))
     assert {gpu: each.total for gpu, each in gpu_uses.items()} == {"GPU-00000001": 2 * GIB}
 
 
-def test_gpus_that_vanish_are_seen_no_more() -> None:
+def test_gpus_that_vanish_are_seen_no_more():
     gpus = FakeGpus(GIB)
     assert seen(["0"], gpus) == {"0": GpuUse(0, GIB)}
     gpus.why_none = "GPU is lost"
     assert seen(["0"], gpus) == {}
 
 
-def test_it_rests_when_nobody_has_watched_for_long_and_looks_again_when_somebody_does() -> None:
+def test_it_rests_when_nobody_has_watched_for_long_and_looks_again_when_somebody_does():
     moment = [0.0]
     look = GpuMonitor(["0"], owner, lambda gpu_uses: None, FakeGpus(GIB), lambda: moment[0])
     assert not look.may_slow_down()
@@ -79,9 +75,7 @@ class Nvml:
         return FakeGpus(GIB)()
 
 
-def test_its_thread_looks_again_and_again_and_nobody_waits_for_an_nvml_that_hangs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_its_thread_looks_again_and_again_and_nobody_waits_for_an_nvml_that_hangs(monkeypatch):
     monkeypatch.setattr(gpus, "EVERY_SECONDS", 0.001)
     nvml = Nvml()
     told: list[GpuUses] = []

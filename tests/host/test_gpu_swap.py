@@ -1,7 +1,5 @@
 """The benchmark of GPU swaps, with stand-ins for PyTorch, NVML and the CUDA driver: no GPU is needed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -141,7 +139,7 @@ def stand_ins(tmp_path: Path, cuda: FakeCuda, libcuda: Path, monkeypatch: pytest
     return ["--library", str(libcuda), "--repeat", "2"]
 
 
-def test_without_pytorch_and_a_driver_it_says_so(tmp_path: Path) -> None:
+def test_without_pytorch_and_a_driver_it_says_so(tmp_path):
     for module in ("torch", "pynvml"):
         (tmp_path / f"{module}.py").write_text("raise ImportError('not here')")
     done = subprocess.run(
@@ -159,20 +157,20 @@ def test_without_pytorch_and_a_driver_it_says_so(tmp_path: Path) -> None:
     )
 
 
-def test_without_a_gpu_it_says_so(stand_ins: list[str]) -> None:
+def test_without_a_gpu_it_says_so(stand_ins):
     code, report, said = bench(*stand_ins, FAKE_NONE="1")
     assert (code, report) == (1, {"ran": False, "why_not": "PyTorch 2.9.0 sees no CUDA GPU 0"})
     assert "PyTorch 2.9.0 sees no CUDA GPU 0" in said
 
 
 @pytest.mark.parametrize("given", [["--gib", "0"], ["--repeat", "0", "--gpu", "first"]])
-def test_bad_arguments_are_refused(given: list[str]) -> None:
+def test_bad_arguments_are_refused(given):
     done = subprocess.run([sys.executable, str(SCRIPT), *given], capture_output=True, text=True)
     assert done.returncode == 2
     assert "bench-gpu: error:" in done.stderr
 
 
-def test_every_way_is_measured_for_every_size_that_fits(stand_ins: list[str]) -> None:
+def test_every_way_is_measured_for_every_size_that_fits(stand_ins):
     code, report, _ = bench(*stand_ins, "--gib", "0.5", "19")
     assert code == 0
     assert report["machine"]["driver"] == "580.95.05"
@@ -195,7 +193,7 @@ def test_every_way_is_measured_for_every_size_that_fits(stand_ins: list[str]) ->
         assert each["back_gib_per_second"] == pytest.approx(0.5 / each["back_seconds"], rel=0.1)
 
 
-def test_what_cannot_be_checkpointed_is_measured_without(stand_ins: list[str]) -> None:
+def test_what_cannot_be_checkpointed_is_measured_without(stand_ins):
     code, report, _ = bench(*stand_ins, "--gib", "0.3", "--repeat", "1", FAKE_MIG="1")
     assert code == 0
     *measured, refused = report["results"]
@@ -203,6 +201,6 @@ def test_what_cannot_be_checkpointed_is_measured_without(stand_ins: list[str]) -
     assert "is cut into instances (MIG)" in refused["skipped"]
 
 
-def test_a_lost_byte_is_seen(stand_ins: list[str]) -> None:
+def test_a_lost_byte_is_seen(stand_ins):
     _, report, _ = bench(*stand_ins, "--gib", "0.3", "--repeat", "1", FAKE_LOSS="1")
     assert "after first_offload the weights are not what they were" in str(report["results"])

@@ -1,7 +1,5 @@
 """NVML through a stand-in for the library, since most machines that run tests have no GPU."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from pathlib import Path
@@ -108,7 +106,7 @@ def test_a_gpu_tells_memory_and_processes():
     assert first.free == 4 << 30
 
 
-def test_what_the_driver_keeps_for_itself_is_no_memory_of_the_gpu() -> None:
+def test_what_the_driver_keeps_for_itself_is_no_memory_of_the_gpu():
     class Newer(Nvml):
         nvmlMemory_v2 = 2
 
@@ -132,7 +130,7 @@ def test_what_the_driver_keeps_for_itself_is_no_memory_of_the_gpu() -> None:
     assert (reading.gpu.total, reading.used, reading.free) == (24 << 30, 20 << 30, 4 << 30)
 
 
-def test_processes_that_draw_are_seen_too_and_count_once_if_they_compute_as_well() -> None:
+def test_processes_that_draw_are_seen_too_and_count_once_if_they_compute_as_well():
     class Both(Nvml):
         def nvmlDeviceGetGraphicsRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
             return [
@@ -150,14 +148,14 @@ def test_what_a_gpu_cannot_tell_is_unknown_and_no_error():
     assert second.free is None
 
 
-def test_a_gpu_measures_itself_if_it_is_asked() -> None:
+def test_a_gpu_measures_itself_if_it_is_asked():
     first, second = nvidia_gpus(Nvml(), sensors=True).readings
     assert first.sensors == Sensors(0.43, 61.0, 213.5)
     assert second.sensors == Sensors(0.43, 61.0, None)
     assert nvidia_gpus(Nvml()).readings[0].sensors == Sensors()
 
 
-def test_a_gpu_without_memory_of_its_own_has_the_hosts() -> None:
+def test_a_gpu_without_memory_of_its_own_has_the_hosts():
     class Unified(Nvml):
         class NVMLError(Nvml.NVMLError):
             value = 3
@@ -169,7 +167,7 @@ def test_a_gpu_without_memory_of_its_own_has_the_hosts() -> None:
     assert 0 < (second.used or 0) < second.gpu.total
 
 
-def test_gpus_of_all_vendors_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_of_all_vendors_are_looked_at(tmp_path, monkeypatch):
     sys, proc = plant("radeon", tmp_path)
     monkeypatch.setattr(gpus, "nvidia_gpus", partial(nvidia_gpus, Nvml()))
     monkeypatch.setattr(gpus, "amd_intel_gpus", partial(gpus.amd_intel_gpus, sys, proc))
@@ -183,7 +181,7 @@ def test_gpus_of_all_vendors_are_looked_at(tmp_path: Path, monkeypatch: pytest.M
     assert nodes == [(), (), ("/dev/dri/renderD129",), ("/dev/dri/renderD128",)]
 
 
-def test_where_there_are_none_each_vendor_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_are_none_each_vendor_says_why(monkeypatch):
     monkeypatch.setattr(gpus, "nvidia_gpus", lambda **_: Gpus(why_none="no library"))
     monkeypatch.setattr(gpus, "amd_intel_gpus", lambda **_: Gpus(why_none="no card"))
     assert gpus.probe() == Gpus(why_none="no library; no card")
@@ -197,7 +195,7 @@ def test_a_gpu_is_found_by_index_uuid_and_beginning_of_uuid():
 
 
 @pytest.mark.parametrize("error", [Nvml.NVMLError("Driver Not Loaded"), OSError("libnvidia-ml.so.1: no")])
-def test_a_machine_without_a_driver_has_no_gpus_and_says_why(error: Exception):
+def test_a_machine_without_a_driver_has_no_gpus_and_says_why(error):
     class Broken(Nvml):
         def nvmlInit(self) -> None:
             raise error
@@ -224,7 +222,7 @@ def test_the_real_library_never_raises_here():
     assert found.readings or found.why_none
 
 
-def test_a_gpu_tells_whether_it_is_cut_or_shared() -> None:
+def test_a_gpu_tells_whether_it_is_cut_or_shared():
     class Cut(Nvml):
         def nvmlDeviceGetMigMode(self, handle: int) -> list[int]:
             return [1, 1]
@@ -238,7 +236,7 @@ def test_a_gpu_tells_whether_it_is_cut_or_shared() -> None:
     assert dict(first.processes) == {41: 19 << 30, 42: None, 43: 2}  # each once
 
 
-def test_what_processes_hold_is_summed_per_gpu_and_an_untold_amount_is_not_taken_for_nothing() -> None:
+def test_what_processes_hold_is_summed_per_gpu_and_an_untold_amount_is_not_taken_for_nothing():
     gpus = FakeGpus(24 << 30, 24 << 30)
     gpus.hold(41, 0, 5)
     gpus.hold(42, 0, 7)
@@ -272,18 +270,18 @@ ID, INNER = "0123456789abcdef" * 4, "fedcba9876543210" * 4
         ([], None),
     ],
 )
-def test_a_process_is_mapped_to_its_container(tmp_path: Path, lines: list[str], expected: str | None) -> None:
+def test_a_process_is_mapped_to_its_container(tmp_path, lines, expected):
     (tmp_path / "41").mkdir()
     (tmp_path / "41" / "cgroup").write_text("".join(line + "\n" for line in lines))
     assert container_of(41, tmp_path) == expected
 
 
-def test_a_process_that_is_gone_has_neither_container_nor_name(tmp_path: Path) -> None:
+def test_a_process_that_is_gone_has_neither_container_nor_name(tmp_path):
     assert container_of(41, tmp_path) is None
     assert command_of(41, tmp_path) == ""
 
 
-def test_other_processes_that_can_be_seen_are_named_the_greatest_first() -> None:
+def test_other_processes_that_can_be_seen_are_named_the_greatest_first():
     gone, parent, me = (1 << 22) + 1, os.getppid(), os.getpid()
     gpus = FakeGpus(24 << 30)
     gpus.hold(gone, 0, 1 << 30)
@@ -295,7 +293,7 @@ def test_other_processes_that_can_be_seen_are_named_the_greatest_first() -> None
     assert found[0].command == Path("/proc/self/comm").read_text().strip()
 
 
-def test_a_other_process_is_described_for_people() -> None:
+def test_a_other_process_is_described_for_people():
     known = OtherProcess("0", 4711, 3 << 30, "python3", ID)
     assert str(known) == "process 4711 (python3) in container 0123456789ab holds 3.0 GiB of GPU 0"
     assert str(OtherProcess("1", 4711, None)) == "process 4711 holds memory of GPU 1"

@@ -1,7 +1,5 @@
 """How much the page cache may be given, without taking memory from anybody."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -33,7 +31,7 @@ def room(proc: Path, cgroup: str = "", **files: str) -> float:
     return cache_room(proc, groups) / GIB
 
 
-def test_a_process_has_the_memory_of_its_host_or_as_much_as_a_group_around_it_may(proc: Path) -> None:
+def test_a_process_has_the_memory_of_its_host_or_as_much_as_a_group_around_it_may(proc):
     room(proc)
     assert own_memory(proc, proc.parent / "cgroup") == 100 * GIB
     room(proc, "0::/a/b\n", a__max=str(30 * GIB), a__b__max="max")
@@ -41,7 +39,7 @@ def test_a_process_has_the_memory_of_its_host_or_as_much_as_a_group_around_it_ma
     assert own_memory(proc.parent / "none") == 0
 
 
-def test_pages_that_are_mapped_and_a_tenth_of_the_memory_are_left_alone(proc: Path) -> None:
+def test_pages_that_are_mapped_and_a_tenth_of_the_memory_are_left_alone(proc):
     assert room(proc) == 60 - 5 - 10
 
 
@@ -49,15 +47,13 @@ def test_pages_that_are_mapped_and_a_tenth_of_the_memory_are_left_alone(proc: Pa
     ("told", "instead"),
     [("MemAvailable", "Else"), ("Mapped", "Else"), ("MemTotal", "Else"), (str(60 << 20), str(14 << 20))],
 )
-def test_there_is_no_room_on_a_machine_that_does_not_tell_or_is_full(
-    proc: Path, told: str, instead: str
-) -> None:
+def test_there_is_no_room_on_a_machine_that_does_not_tell_or_is_full(proc, told, instead):
     said = (proc / "meminfo").read_text()
     (proc / "meminfo").write_text(said.replace(told, instead))
     assert room(proc) == 0
 
 
-def test_the_control_groups_around_us_bound_it(proc: Path) -> None:
+def test_the_control_groups_around_us_bound_it(proc):
     within = {"a__b__max": "max\n", "a__b__now": str(GIB), "a__max": str(8 * GIB), "a__now": str(2 * GIB)}
     assert room(proc, "0::/a/b\n", **within) == 6
     stat = proc.parent / "cgroup" / "a" / "memory.stat"
@@ -66,7 +62,7 @@ def test_the_control_groups_around_us_bound_it(proc: Path) -> None:
     assert room(proc, "0::/elsewhere\n") == 45
 
 
-def test_the_control_groups_of_version_1_bound_it_too(proc: Path) -> None:
+def test_the_control_groups_of_version_1_bound_it_too(proc):
     folder = proc.parent / "cgroup" / "memory" / "a"
     folder.mkdir(parents=True)
     (folder / "memory.limit_in_bytes").write_text(str(4 * GIB))

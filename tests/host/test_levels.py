@@ -1,7 +1,5 @@
 """Standby levels, through the Swapper, with engines that sleep and fail as the real ones."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading
@@ -12,10 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import requests
 
-from anvil_mux.config.config import Backend, Config
-from anvil_mux.config.machines import Gpu
+from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host import engines, levels
 from anvil_mux.host.cuda_checkpoint import Checkpointer
@@ -23,8 +19,6 @@ from anvil_mux.host.gpus import Gpus
 from anvil_mux.host.levels import PATIENCE, Swapper
 from anvil_mux.host.local import Adopter, Awake, Notes
 from anvil_mux.host.seam import Evicted, Loaded, Unfit
-from anvil_mux.multiplexer.multiplexer import Multiplexer
-from anvil_mux.scheduler.events import Event
 from tests.host.test_cuda_checkpoint import Driven
 from tests.host.test_engines import Waiting
 from tests.sleepy_engine import CONTEXT, GIB, GUARD, House, Ledger, SleepyEngine
@@ -124,7 +118,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_models_take_turns_by_sleeping_and_neither_is_started_again(scene: Scene, kind: str) -> None:
+def test_two_models_take_turns_by_sleeping_and_neither_is_started_again(scene, kind):
     first, second = replace(A, engine=kind), replace(B, engine=kind)
     scene.resident(first)
     scene.swapper.evict(first, "sleep")
@@ -145,14 +139,14 @@ def test_two_models_take_turns_by_sleeping_and_neither_is_started_again(scene: S
         ("checkpoint", ["evict", "verify", "freeze", "load", "probe"]),
     ],
 )
-def test_the_phases_of_a_swap_are_told(scene: Scene, level: str, phases: list[str]) -> None:
+def test_the_phases_of_a_swap_are_told(scene, level, phases):
     scene.resident(STANDBY)
     scene.swapper.evict(STANDBY, level)
     scene.swapper.load(STANDBY, level)
     assert scene.phases == [f"{phase} a" for phase in phases]
 
 
-def test_a_model_answers_a_token_by_its_own_name_before_its_wake_counts(scene: Scene) -> None:
+def test_a_model_answers_a_token_by_its_own_name_before_its_wake_counts(scene):
     backend = replace(A, served_model="org/inside")
     engine = scene.resident(backend)
     scene.swapper.evict(backend, "sleep")
@@ -161,7 +155,7 @@ def test_a_model_answers_a_token_by_its_own_name_before_its_wake_counts(scene: S
     assert engine.asked[-1] == "POST /v1/chat/completions"
 
 
-def test_a_paused_service_is_frozen_and_let_go_on_and_keeps_what_it_holds(scene: Scene) -> None:
+def test_a_paused_service_is_frozen_and_let_go_on_and_keeps_what_it_holds(scene):
     scene.resident(A)
     assert scene.swapper.evict(A, "freeze") == Evicted("freeze", {"0": 18 * GIB + CONTEXT})
     assert scene.house.frozen == {"a"}
@@ -169,9 +163,7 @@ def test_a_paused_service_is_frozen_and_let_go_on_and_keeps_what_it_holds(scene:
     assert scene.house.calls == ["pause a", "resume a"]
 
 
-def test_a_frozen_service_that_is_found_at_the_start_stays_so_whatever_it_holds(
-    scene: Scene, tmp_path: Path
-) -> None:
+def test_a_frozen_service_that_is_found_at_the_start_stays_so_whatever_it_holds(scene, tmp_path):
     backend = replace(A, evict_to=("freeze", "stop"))
     url = scene.resident(backend).url
     scene.swapper.evict(backend, "freeze")
@@ -179,7 +171,7 @@ def test_a_frozen_service_that_is_found_at_the_start_stays_so_whatever_it_holds(
     assert found == Evicted("freeze", {"0": 18 * GIB + CONTEXT})
 
 
-def test_a_slow_first_sleep_is_waited_for(scene: Scene) -> None:
+def test_a_slow_first_sleep_is_waited_for(scene):
     engine = scene.resident(A)
     engine.may_sleep = threading.Event()
     with ThreadPoolExecutor() as pool:
@@ -190,9 +182,7 @@ def test_a_slow_first_sleep_is_waited_for(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("level", ["stop", "sleep-2"])
-def test_a_sleeper_cannot_sink_deeper_without_waking_and_is_stopped(
-    scene: Scene, level: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_sleeper_cannot_sink_deeper_without_waking_and_is_stopped(scene, level, caplog):
     scene.resident(A)
     scene.swapper.evict(A, "sleep")
     assert scene.swapper.demote(A, "sleep", level) == Evicted("stop")
@@ -201,9 +191,7 @@ def test_a_sleeper_cannot_sink_deeper_without_waking_and_is_stopped(
     assert (scene.house.calls, scene.used) == (["stop a"], 0)
 
 
-def test_who_was_stopped_while_it_rested_is_not_taken_for_a_sleeper_when_it_is_found_again(
-    scene: Scene, tmp_path: Path
-) -> None:
+def test_who_was_stopped_while_it_rested_is_not_taken_for_a_sleeper_when_it_is_found_again(scene, tmp_path):
     sglang = replace(A, engine="sglang")  # it does not say whether it sleeps
     notes = Notes(tmp_path)
     swapper = Swapper(scene.house, note=notes.note_level)
@@ -214,9 +202,7 @@ def test_who_was_stopped_while_it_rested_is_not_taken_for_a_sleeper_when_it_is_f
     assert Adopter(swapper, notes).look(sglang, url) == Awake(url)
 
 
-def test_who_was_being_woken_when_the_program_was_killed_is_no_sleeper(
-    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_was_being_woken_when_the_program_was_killed_is_no_sleeper(scene, tmp_path, monkeypatch):
     def killed(*about: object) -> None:
         raise KeyboardInterrupt
 
@@ -236,7 +222,7 @@ def test_who_was_being_woken_when_the_program_was_killed_is_no_sleeper(
     assert Adopter(swapper, notes).look(A, url) == Evicted("sleep", {"0": 0})
 
 
-def test_a_sleeper_has_given_up_what_is_declared_for_it_and_is_not_waited_for_again() -> None:
+def test_a_sleeper_has_given_up_what_is_declared_for_it_and_is_not_waited_for_again():
     scene = Scene(Ledger(processes=False))
     backend = replace(A, vram=18 * GIB)
     scene.resident(backend)
@@ -251,13 +237,13 @@ def test_a_sleeper_has_given_up_what_is_declared_for_it_and_is_not_waited_for_ag
     ("how", "freed"),
     [("sleep", 18 * GIB), ("checkpoint", 18 * GIB + CONTEXT), ("freeze", 0), ("stop", 18 * GIB + CONTEXT)],
 )
-def test_what_was_given_back_is_measured(scene: Scene, how: str, freed: int) -> None:
+def test_what_was_given_back_is_measured(scene, how, freed):
     scene.resident(A)
     evicted = scene.swapper.evict(A, how)
     assert (evicted.level, evicted.freed) == (how, {"0": freed})
 
 
-def test_who_is_stopped_because_it_did_not_sleep_gave_back_all_that_it_held(scene: Scene) -> None:
+def test_who_is_stopped_because_it_did_not_sleep_gave_back_all_that_it_held(scene):
     engine = scene.resident(A)
     engine.faults.add("sleep dies")
     assert scene.swapper.evict(A, "sleep").freed == {"0": 18 * GIB + CONTEXT}
@@ -265,8 +251,8 @@ def test_who_is_stopped_because_it_did_not_sleep_gave_back_all_that_it_held(scen
 
 @pytest.mark.parametrize("reads", [True, False])
 def test_what_a_sleeper_keeps_in_host_memory_is_told_whether_gpus_can_be_read_or_not(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, reads: bool
-) -> None:
+    scene, monkeypatch, reads
+):
     engine = scene.resident(A)
     monkeypatch.setattr(levels, "host_bytes", lambda pids: {engine.pid: 16 * GIB}[pids[0]])
     swapper = scene.swapper if reads else Swapper(scene.house)
@@ -279,9 +265,7 @@ def test_what_a_sleeper_keeps_in_host_memory_is_told_whether_gpus_can_be_read_or
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", ["sleep hangs", "sleep dies", "has no sleep routes"])
-def test_who_does_not_fall_asleep_is_stopped(
-    scene: Scene, impatient: Callable[[], None], kind: str, fault: str
-) -> None:
+def test_who_does_not_fall_asleep_is_stopped(scene, impatient, kind, fault):
     backend = replace(A, engine=kind)
     engine = scene.resident(backend)
     engine.faults.add(fault)
@@ -293,9 +277,7 @@ def test_who_does_not_fall_asleep_is_stopped(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sleep_that_frees_nothing_is_no_sleep(
-    scene: Scene, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_sleep_that_frees_nothing_is_no_sleep(scene, kind, caplog):
     backend = replace(A, engine=kind)
     engine = scene.resident(backend)
     engine.faults.add("sleep frees nothing")
@@ -307,7 +289,7 @@ def test_a_sleep_that_frees_nothing_is_no_sleep(
     assert "still holds 18.5 GiB of 18.5 GiB on GPU 0" in caplog.text
 
 
-def test_memory_that_comes_back_late_is_waited_for(scene: Scene) -> None:
+def test_memory_that_comes_back_late_is_waited_for(scene):
     engine = scene.resident(A)
     engine.faults.add("sleep frees nothing")
     scene.time._then = [lambda: None, lambda: None, engine._account]
@@ -315,14 +297,14 @@ def test_memory_that_comes_back_late_is_waited_for(scene: Scene) -> None:
     assert scene.time.pauses[-3:] == [0.25] * 3
 
 
-def test_where_no_gpu_can_be_read_the_engine_is_believed_and_nothing_measured(scene: Scene) -> None:
+def test_where_no_gpu_can_be_read_the_engine_is_believed_and_nothing_measured(scene):
     engine = scene.resident(A)
     engine.faults.add("sleep frees nothing")
     evicted = Swapper(scene.house).evict(A, "sleep")
     assert (evicted, evicted.freed) == (Evicted("sleep", {"0": 0}), {})
 
 
-def test_where_processes_cannot_be_read_what_is_declared_must_become_free() -> None:
+def test_where_processes_cannot_be_read_what_is_declared_must_become_free():
     scene = Scene(Ledger(processes=False))
     backend = replace(A, vram=18 * GIB)
     scene.resident(backend)
@@ -334,7 +316,7 @@ def test_where_processes_cannot_be_read_what_is_declared_must_become_free() -> N
 
 
 @pytest.mark.parametrize("fault", ["refuses to stop", "worker survives stop"])
-def test_who_cannot_be_stopped_is_killed(scene: Scene, impatient: Callable[[], None], fault: str) -> None:
+def test_who_cannot_be_stopped_is_killed(scene, impatient, fault):
     scene.resident(A, fault, "sleep hangs")
     impatient()
     assert scene.swapper.evict(A, "sleep") == Evicted("stop")
@@ -345,15 +327,13 @@ def test_who_cannot_be_stopped_is_killed(scene: Scene, impatient: Callable[[], N
     "faults",
     [("refuses to stop", "refuses to be killed"), ("worker survives stop", "worker survives kill")],
 )
-def test_who_survives_even_that_may_still_hold_its_gpus(scene: Scene, faults: tuple[str, ...]) -> None:
+def test_who_survives_even_that_may_still_hold_its_gpus(scene, faults):
     scene.resident(A, *faults)
     with pytest.raises(BackendError, match="a may still hold its GPUs"):
         scene.swapper.evict(A, "stop")
 
 
-def test_a_other_process_that_takes_the_memory_at_once_makes_nobody_stuck(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_other_process_that_takes_the_memory_at_once_makes_nobody_stuck(scene, monkeypatch, caplog):
     scene.resident(A)
     stop = scene.house.stop
 
@@ -366,9 +346,7 @@ def test_a_other_process_that_takes_the_memory_at_once_makes_nobody_stuck(
     assert "memory of an engine that has ended is not free" in caplog.text
 
 
-def test_a_load_that_fails_for_want_of_memory_names_who_else_has_it(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_that_fails_for_want_of_memory_names_who_else_has_it(scene, monkeypatch):
     scene.house.ledger.hold(os.getpid(), ("0",), 20 * GIB)
     monkeypatch.setattr(scene.house, "start", lambda backend: failing("exited with code 1"))
     monkeypatch.setattr(scene.house, "log_tail", lambda *_: ["torch.OutOfMemoryError: CUDA out of memory."])
@@ -389,9 +367,7 @@ def failing(why: str) -> str:
     raise LoadError(why)
 
 
-def test_who_sleeps_on_the_same_gpu_is_no_other_process(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_sleeps_on_the_same_gpu_is_no_other_process(scene, monkeypatch):
     engine = scene.resident(B)
     monkeypatch.setattr(engine, "pid", os.getpid())
     scene.house.ledger.hold(os.getpid(), ("0",), GIB)
@@ -401,7 +377,7 @@ def test_who_sleeps_on_the_same_gpu_is_no_other_process(
     assert caught.value.reason == "CUDA out of memory"
 
 
-def test_an_engine_that_crashed_before_it_was_put_out_is_cleaned_up(scene: Scene) -> None:
+def test_an_engine_that_crashed_before_it_was_put_out_is_cleaned_up(scene):
     engine = scene.resident(A)
     engine.end("was killed (code 137)")
     assert scene.swapper.evict(A, "sleep") == Evicted("stop", died="was killed (code 137)")
@@ -412,9 +388,7 @@ def test_an_engine_that_crashed_before_it_was_put_out_is_cleaned_up(scene: Scene
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", ["wake answers 500", "wake hangs", "wake dies", "answers nothing"])
-def test_who_does_not_wake_is_stopped_and_started_anew_within_the_load(
-    scene: Scene, impatient: Callable[[], None], kind: str, fault: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_does_not_wake_is_stopped_and_started_anew_within_the_load(scene, impatient, kind, fault, caplog):
     backend = replace(A, engine=kind)
     first = scene.resident(backend)
     scene.swapper.evict(backend, "sleep")
@@ -437,9 +411,7 @@ def test_who_does_not_wake_is_stopped_and_started_anew_within_the_load(
         lambda engine: engine.end("was killed (code 137)"),
     ],
 )
-def test_a_wake_of_which_it_is_not_sure_that_it_is_whole_is_a_cold_start(
-    scene: Scene, happens: Callable[[SleepyEngine], None]
-) -> None:
+def test_a_wake_of_which_it_is_not_sure_that_it_is_whole_is_a_cold_start(scene, happens):
     engine = scene.resident(A)
     scene.swapper.evict(A, "sleep")
     happens(engine)
@@ -447,7 +419,7 @@ def test_a_wake_of_which_it_is_not_sure_that_it_is_whole_is_a_cold_start(
     assert scene.used == 18 * GIB + CONTEXT
 
 
-def test_dropped_weights_are_read_again_and_a_later_wake_that_fails_is_a_cold_start(scene: Scene) -> None:
+def test_dropped_weights_are_read_again_and_a_later_wake_that_fails_is_a_cold_start(scene):
     engine = scene.resident(A)
     for _ in range(2):
         scene.swapper.evict(A, "sleep-2")
@@ -459,7 +431,7 @@ def test_dropped_weights_are_read_again_and_a_later_wake_that_fails_is_a_cold_st
     assert scene.swapper.load(A, "sleep-2").level == "stop"
 
 
-def test_a_wake_whose_engine_cannot_be_stopped_may_still_hold_its_gpus(scene: Scene) -> None:
+def test_a_wake_whose_engine_cannot_be_stopped_may_still_hold_its_gpus(scene):
     engine = scene.resident(A)
     scene.swapper.evict(A, "sleep")
     engine.faults |= {"wake answers 500", "refuses to stop", "refuses to be killed"}
@@ -468,9 +440,7 @@ def test_a_wake_whose_engine_cannot_be_stopped_may_still_hold_its_gpus(scene: Sc
     assert "start a" not in scene.house.calls
 
 
-def test_a_cold_start_after_a_failed_wake_may_fail_as_any_other(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cold_start_after_a_failed_wake_may_fail_as_any_other(scene, monkeypatch):
     engine = scene.resident(A)
     scene.swapper.evict(A, "sleep")
     engine.faults.add("wake dies")
@@ -483,9 +453,7 @@ def test_a_cold_start_after_a_failed_wake_may_fail_as_any_other(
         scene.swapper.load(A, "sleep")
 
 
-def test_a_paused_service_that_does_not_answer_again_is_started_anew(
-    scene: Scene, impatient: Callable[[], None]
-) -> None:
+def test_a_paused_service_that_does_not_answer_again_is_started_anew(scene, impatient):
     engine = scene.resident(A)
     scene.swapper.evict(A, "freeze")
     engine.faults.add("answers nothing")
@@ -497,7 +465,7 @@ def test_a_paused_service_that_does_not_answer_again_is_started_anew(
 
 
 @pytest.mark.parametrize("kind", ["vllm", "ollama", "llamacpp"])
-def test_a_service_that_is_found_asleep_when_it_is_started_is_woken(scene: Scene, kind: str) -> None:
+def test_a_service_that_is_found_asleep_when_it_is_started_is_woken(scene, kind):
     backend = replace(A, engine=kind)
     engine = scene.resident(backend)
     engines.sleep(backend, engine.url, 1)
@@ -507,9 +475,7 @@ def test_a_service_that_is_found_asleep_when_it_is_started_is_woken(scene: Scene
 
 
 @pytest.mark.parametrize(("kind", "level"), [("vllm", "sleep-2"), ("ollama", "sleep"), ("llamacpp", "sleep")])
-def test_weights_are_read_anew_where_an_engine_may_have_dropped_them(
-    scene: Scene, tmp_path: Path, kind: str, level: str
-) -> None:
+def test_weights_are_read_anew_where_an_engine_may_have_dropped_them(scene, tmp_path, kind, level):
     backend = replace(A, engine=kind)
     engine = scene.resident(backend)
     engines.sleep(backend, engine.url, 1)
@@ -518,97 +484,8 @@ def test_weights_are_read_anew_where_an_engine_may_have_dropped_them(
     assert found.level == level
 
 
-def test_one_that_was_adopted_can_be_put_to_sleep(scene: Scene) -> None:
+def test_one_that_was_adopted_can_be_put_to_sleep(scene):
     engine = scene.resident(A)
     swapper = Swapper(scene.house, probe=scene.house.ledger.probe)
     assert swapper.evict(A, "sleep").level == "sleep"
     assert swapper.load(A, "sleep") == Loaded(engine.url, "sleep")
-
-
-# Behind the multiplexer
-
-
-class Traffic:
-    """Clients of a multiplexer whose two models share a GPU of 24 GiB and sleep."""
-
-    def __init__(self, house: House, way: str) -> None:
-        self.house = house
-        self.way = way
-        self.log: list[Event] = []
-        backends = tuple(replace(each, evict_to=(way, "stop")) for each in (A, B))
-        config = Config(backends=backends, gpus=(Gpu("0", vram=24 * GIB),), policy="eager")
-        swapper = Swapper(house, probe=house.ledger.probe, checkpointer=checkpointer(Parker(house)))
-        self.mux = Multiplexer(config, swapper, log=self.log.append)
-        self.mux.start()
-        self.answers: list[tuple[str, int, str]] = []
-
-    def ask(self, model: str) -> None:
-        with self.mux.lease(model) as lease:
-            url = "http://{}:{}/v1/chat/completions".format(*lease.address)
-            answer = requests.post(url, json={"model": model}, timeout=GUARD)
-            content = answer.json()["choices"][0]["message"]["content"]
-            self.answers.append((model, answer.status_code, content))
-
-    def flood(self, *models: str) -> list[threading.Thread]:
-        threads = [threading.Thread(target=self.ask, args=(model,)) for model in models]
-        for thread in threads:
-            thread.start()
-        return threads
-
-
-@pytest.fixture
-def traffic(request: pytest.FixtureRequest) -> Iterator[Traffic]:
-    made = Traffic(House(), getattr(request, "param", "sleep"))
-    yield made
-    made.mux.refuse()
-    made.mux.close()
-    made.house.close()
-
-
-def test_a_flood_during_a_slow_sleep_reaches_no_sleeper(
-    traffic: Traffic, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    traffic.ask("model-a")
-    engine = traffic.house.engines["a"]
-    engine.may_sleep = threading.Event()
-    asleep = threading.Event()
-    monkeypatch.setattr(engine, "_give", lambda parts, give=engine._give: (asleep.set(), give(parts)))
-    first = traffic.flood("model-b")
-    assert asleep.wait(GUARD)
-    more = traffic.flood(*["model-a", "model-b"] * 10)
-    engine.may_sleep.set()
-    for thread in (*first, *more):
-        thread.join(GUARD)
-    assert sorted(traffic.answers) == [("model-a", 200, "Hello")] * 11 + [("model-b", 200, "Hello")] * 11
-    assert traffic.house.calls == ["start a", "start b"]
-    assert traffic.house.ledger.most <= 24 * GIB
-
-
-@pytest.mark.parametrize("traffic", ["sleep", "checkpoint"], indirect=True)
-def test_models_that_alternate_under_load_go_into_standby_and_come_back_and_never_share_the_gpu(
-    traffic: Traffic,
-) -> None:
-    for _ in range(4):
-        for thread in traffic.flood(*["model-a", "model-b"] * 4):
-            thread.join(GUARD)
-    assert {answer[1:] for answer in traffic.answers} == {(200, "Hello")}
-    assert len(traffic.answers) == 32
-    assert not {"stop a", "stop b"} & set(traffic.house.calls)
-    assert traffic.house.calls.count("start a") == traffic.house.calls.count("start b") == 1
-    assert traffic.house.ledger.most <= 24 * GIB
-    assert {event.way for event in traffic.log if event.kind == "standby"} == {traffic.way}
-    learned = {(cost.source, cost.target, cost.way) for cost in traffic.mux.overview.costs()}
-    assert learned >= {
-        ("model-a", "model-b", traffic.way),
-        ("model-b", "model-a", traffic.way),
-        ("", "model-a", "stop"),
-    }
-
-
-def test_a_wake_that_fails_costs_its_clients_a_cold_start_and_nothing_else(traffic: Traffic) -> None:
-    traffic.ask("model-a")
-    traffic.ask("model-b")
-    traffic.house.engines["a"].faults.add("wake answers 500")
-    traffic.ask("model-a")
-    assert traffic.house.calls == ["start a", "start b", "stop a", "start a"]
-    assert [cost.way for cost in traffic.mux.overview.costs() if cost.target == "model-a"] == ["stop", "stop"]

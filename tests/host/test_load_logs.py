@@ -1,7 +1,5 @@
 """The logs of engines are read while they load, and at no other time; lines as engines print them in."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -44,17 +42,17 @@ BATCHES = "Capturing batches (bs=128 avail_mem=74.76 GB):   5%|▌         | 1/2
         (".", None),
     ],
 )  # fmt: skip
-def test_what_a_line_says(line: str, found: LoadStage | None) -> None:
+def test_what_a_line_says(line, found):
     assert stage_of("a", [line]) == found
 
 
-def test_the_last_line_that_says_something_counts() -> None:
+def test_the_last_line_that_says_something_counts():
     lines = [SHARDS, "INFO GPU KV cache size: 165,792 tokens", GRAPHS, "INFO nothing of interest"]
     assert stage_of("a", lines) == LoadStage("a", "capturing CUDA graphs", 0.4, 3.0)
     assert stage_of("a", []) is None
 
 
-def test_logs_are_read_only_while_something_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_are_read_only_while_something_loads(monkeypatch):
     monkeypatch.setattr(engines, "LOOK_SECONDS", 0.0)
     told = {"a": threading.Event(), "b": threading.Event()}
     read: list[str] = []
@@ -73,7 +71,7 @@ def test_logs_are_read_only_while_something_loads(monkeypatch: pytest.MonkeyPatc
     assert [*dict.fromkeys(read)] == ["a", "b"]
 
 
-def test_a_log_that_was_read_too_late_says_nothing() -> None:
+def test_a_log_that_was_read_too_late_says_nothing():
     def tail(backend: Backend, lines: int) -> list[str]:
         loading.__exit__(None, None, None)
         return [SHARDS]
@@ -133,15 +131,13 @@ NO_GPU, PORT = "it sees no GPU", "another program has this port"
         (VLLM, "OSError: [Errno 98] Address already in use", PORT),
     ],
 )
-def test_the_line_that_says_why_an_engine_ended_is_found_with_advice(
-    log: str, line: str, advice: str
-) -> None:
+def test_the_line_that_says_why_an_engine_ended_is_found_with_advice(log, line, advice):
     found = cause((log % line).splitlines(), ended=True, contained=False)
     assert found.startswith(f"{line}; {advice}" if advice else line)
     assert bool(advice) is (found != line)
 
 
-def test_what_an_engine_that_runs_prints_is_no_cause_of_its_end() -> None:
+def test_what_an_engine_that_runs_prints_is_no_cause_of_its_end():
     lines = (LLAMA % "gguf_init: (No such file or directory)").splitlines()
     assert cause(lines, ended=False, contained=True) == ""
     assert cause(["INFO: all is well"], ended=True, contained=True) == ""
@@ -155,7 +151,7 @@ def test_what_an_engine_that_runs_prints_is_no_cause_of_its_end() -> None:
         "INFO:     Uvicorn running on http://localhost:30000 (Press CTRL+C to quit)",
     ],
 )
-def test_who_listens_only_inside_its_container_is_told_how_to_listen_outside(line: str) -> None:
+def test_who_listens_only_inside_its_container_is_told_how_to_listen_outside(line):
     assert cause([line], ended=False, contained=True).endswith("add --host 0.0.0.0 to its command")
     assert cause([line], ended=False, contained=False) == ""
     heard = line.replace("127.0.0.1", "0.0.0.0").replace("localhost", "0.0.0.0")

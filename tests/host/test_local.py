@@ -1,7 +1,5 @@
 """This machine behind the seam: what a real process does is news, by values alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal
@@ -47,7 +45,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHost]
     host.close()
 
 
-def test_a_mistake_ends_neither_the_watch_nor_hides_a_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_mistake_ends_neither_the_watch_nor_hides_a_death(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(clock, "AFTER_MISTAKE_SECONDS", 0.0)
     (tmp_path / "anvil-mux" / "seam").mkdir(parents=True)
@@ -98,7 +96,7 @@ def read_until(host: LocalHost, kind: type) -> list[object]:
     return found
 
 
-def test_an_engine_that_ends_is_news_with_the_number_of_its_load_0_if_it_was_adopted(host: LocalHost) -> None:
+def test_an_engine_that_ends_is_news_with_the_number_of_its_load_0_if_it_was_adopted(host):
     assert host.load(A, "stop", 7).level == "stop"
     os.kill(host.runtime.pids(A)[0], signal.SIGKILL)
     *phases, ended = read_until(host, ServiceEnded)
@@ -119,7 +117,7 @@ def test_an_engine_that_ends_is_news_with_the_number_of_its_load_0_if_it_was_ado
     assert ended.load == 0
 
 
-def test_what_runs_is_adopted_unless_it_was_described_otherwise_meanwhile(host: LocalHost) -> None:
+def test_what_runs_is_adopted_unless_it_was_described_otherwise_meanwhile(host):
     host.load(A, "stop", 1)
     other = dataclasses.replace(A, service=Service(command=(*COMMAND, "--seed", "1")))
     host.reconfigure(dataclasses.replace(CONFIG, backends=(other,)))
@@ -129,9 +127,7 @@ def test_what_runs_is_adopted_unless_it_was_described_otherwise_meanwhile(host: 
     assert host.running() == []
 
 
-def test_what_is_configured_no_longer_is_an_orphan_of_the_next_start_until_it_was_stopped(
-    host: LocalHost,
-) -> None:
+def test_what_is_configured_no_longer_is_an_orphan_of_the_next_start_until_it_was_stopped(host):
     assert host.orphans() == []
     later = LocalHost(HostConfig((), project="seam", runtime="process"))
     assert [orphan.name for orphan in later.orphans()] == ["a"]
@@ -141,9 +137,7 @@ def test_what_is_configured_no_longer_is_an_orphan_of_the_next_start_until_it_wa
     later.close()
 
 
-def test_notes_that_a_power_cut_has_damaged_keep_nothing_from_its_start(
-    host: LocalHost, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_notes_that_a_power_cut_has_damaged_keep_nothing_from_its_start(host, caplog):
     assert host.orphans() == []
     [notes] = Path(os.environ["XDG_STATE_HOME"]).glob("anvil-mux/seam/services")
     notes.write_bytes(notes.read_bytes() + b"\nscaled/2\nscaled/\n" + bytes(512))
@@ -153,7 +147,7 @@ def test_notes_that_a_power_cut_has_damaged_keep_nothing_from_its_start(
     later.close()
 
 
-def test_a_backend_whose_name_could_not_be_noted_at_the_start_is_noted_by_its_load(host: LocalHost) -> None:
+def test_a_backend_whose_name_could_not_be_noted_at_the_start_is_noted_by_its_load(host):
     folder = Path(os.environ["XDG_STATE_HOME"], "anvil-mux", "seam")
     (folder / "services.part").mkdir(parents=True)
     assert host.orphans() == []
@@ -164,7 +158,7 @@ def test_a_backend_whose_name_could_not_be_noted_at_the_start_is_noted_by_its_lo
     later.close()
 
 
-def test_a_load_that_was_cancelled_before_it_began_leaves_nothing(host: LocalHost) -> None:
+def test_a_load_that_was_cancelled_before_it_began_leaves_nothing(host):
     host.cancel(A, 3)
     with pytest.raises(Cancelled):
         host.load(A, "stop", 3)
@@ -172,9 +166,7 @@ def test_a_load_that_was_cancelled_before_it_began_leaves_nothing(host: LocalHos
     assert host.load(A, "stop", 4).level == "stop"
 
 
-def test_engines_are_reached_at_the_address_that_the_host_was_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_are_reached_at_the_address_that_the_host_was_given(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     (tmp_path / "anvil-mux" / "seam").mkdir(parents=True)
     command = (*COMMAND, "--host", "$HOST")
@@ -189,7 +181,7 @@ def test_engines_are_reached_at_the_address_that_the_host_was_given(
         host.close()
 
 
-def test_the_inventory_is_plain(host: LocalHost) -> None:
+def test_the_inventory_is_plain(host):
     inventory = host.inventory()
     assert isinstance(inventory, Inventory)
     assert plain(inventory)
@@ -197,7 +189,7 @@ def test_the_inventory_is_plain(host: LocalHost) -> None:
     assert plain(CONFIG)
 
 
-def test_prompts_that_are_on_disk_are_news_of_the_start(tmp_path: Path, host: LocalHost) -> None:
+def test_prompts_that_are_on_disk_are_news_of_the_start(tmp_path, host):
     service = Service(command=("llama-server", "--slot-save-path", str(tmp_path)), mounts=(("/", "/"),))
     keeps = Backend("k", "k", engine="llamacpp", prompt_cache=1 << 20, service=service)
     host.reconfigure(dataclasses.replace(CONFIG, backends=(A, keeps)))
@@ -211,9 +203,7 @@ def test_prompts_that_are_on_disk_are_news_of_the_start(tmp_path: Path, host: Lo
     later.close()
 
 
-def test_weights_are_read_ahead_by_name_and_that_is_news(
-    uncached: Callable[[str, int], Path], host: LocalHost
-) -> None:
+def test_weights_are_read_ahead_by_name_and_that_is_news(uncached, host):
     path = uncached("a.gguf", 1 << 20)
     service = Service(command=(*COMMAND, "-m", "a.gguf"), mounts=mounts_of_process(str(path.parent)))
     host.reconfigure(dataclasses.replace(CONFIG, backends=(dataclasses.replace(A, service=service),)))

@@ -1,7 +1,5 @@
 """News wait until they are fetched; of some only the last counts."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +9,7 @@ from anvil_mux.host.seam import GpusRead, GpuUse, HostNews, LoadStage, PhaseTook
 GUARD = 20.0
 
 
-def test_news_are_read_in_their_order_and_again_until_a_later_number_is_named() -> None:
+def test_news_are_read_in_their_order_and_again_until_a_later_number_is_named():
     board = NewsBoard()
     first, second = PhaseTook("a", "load", 1.0), ServiceEnded("a", "exited with code 1", ("last words",), 7)
     board.put(first)
@@ -21,7 +19,7 @@ def test_news_are_read_in_their_order_and_again_until_a_later_number_is_named() 
     assert board.read(2, 0.0) == []
 
 
-def test_of_the_use_of_gpus_and_the_progress_of_a_load_the_last_counts() -> None:
+def test_of_the_use_of_gpus_and_the_progress_of_a_load_the_last_counts():
     board = NewsBoard()
     for used in (1, 2):
         board.put(GpusRead({"0": GpuUse(used)}))
@@ -34,14 +32,14 @@ def test_of_the_use_of_gpus_and_the_progress_of_a_load_the_last_counts() -> None
     ]
 
 
-def test_the_oldest_are_forgotten_where_nobody_reads() -> None:
+def test_the_oldest_are_forgotten_where_nobody_reads():
     board = NewsBoard()
     for number in range(MOST_NEWS + 10):
         board.put(PhaseTook("a", "load", float(number)))
     assert [each.number for each in board.read(0, GUARD)] == list(range(11, MOST_NEWS + 11))
 
 
-def test_whoever_waits_hears_at_once_and_waits_no_longer_when_it_is_closed() -> None:
+def test_whoever_waits_hears_at_once_and_waits_no_longer_when_it_is_closed():
     board, heard = NewsBoard(), threading.Event()
 
     def wait() -> list[list[HostNews]]:

@@ -1,7 +1,5 @@
 """What tells a later anvil-mux of the processes that an earlier one has started."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -52,14 +50,14 @@ __all__ = ["house"]
         ({"service": {"working_dir": "/"}}, "its environment and folder changed since it was started"),
     ],
 )
-def test_a_run_is_compared_with_the_description(house: House, changes: dict[str, Any], differs: str):
+def test_a_run_is_compared_with_the_description(house, changes, differs):
     described = {"service": {"environment": (("A", "1"), ("B", "1"))}}
     house.runtime(shell(FOREVER)).start(shell(FOREVER, **described))
     later = shell(FOREVER, **{**described, **changes})
     assert house.runtime(later).differs(later) == differs
 
 
-def test_a_run_whose_description_was_not_written_down_differs(house: House):
+def test_a_run_whose_description_was_not_written_down_differs(house):
     backend = shell(FOREVER)
     first = house.runtime(backend)
     url = first.start(backend)
@@ -72,7 +70,7 @@ def test_a_run_whose_description_was_not_written_down_differs(house: House):
     assert second.differs(backend) == "its description was not written down when it was started"
 
 
-def test_a_session_that_has_our_number_by_now_is_left_alone_though_its_leader_has_ended(house: House):
+def test_a_session_that_has_our_number_by_now_is_left_alone_though_its_leader_has_ended(house):
     backend = shell(FOREVER)
     runtime = house.started(backend)
     with subprocess.Popen(
@@ -91,7 +89,7 @@ def test_a_session_that_has_our_number_by_now_is_left_alone_though_its_leader_ha
 
 
 @either_parent
-def test_a_new_runtime_adopts_what_runs(house: House):
+def test_a_new_runtime_adopts_what_runs(house):
     backend = shell(FOREVER)
     first = house.runtime(backend)
     url = first.start(backend)
@@ -119,7 +117,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_killed_anvil_mux_loses_no_engine(house: House):
+def test_a_killed_anvil_mux_loses_no_engine(house):
     root = str(Path(__file__).parent.parent.parent)
     state = str(house.folder / "state")
     program = ORPHAN.format(root=root, script=FOREVER, state=state)
@@ -133,9 +131,7 @@ def test_a_killed_anvil_mux_loses_no_engine(house: House):
     assert runtime.ended(backend) == "ended"
 
 
-def test_one_whose_start_was_not_told_any_more_is_ended_by_its_mark(
-    house: House, monkeypatch: pytest.MonkeyPatch
-):
+def test_one_whose_start_was_not_told_any_more_is_ended_by_its_mark(house, monkeypatch):
     backend = command("sleep", "1000")
     runtime = house.runtime(backend)
     start = runtime._starter.start
@@ -158,9 +154,7 @@ class Killed(BaseException):
 
 
 @either_parent
-def test_an_engine_is_known_even_if_anvil_mux_is_killed_while_it_starts_it(
-    house: House, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_engine_is_known_even_if_anvil_mux_is_killed_while_it_starts_it(house, monkeypatch):
     backend = command("sleep", "1000")
     first = house.runtime(backend)
     write = first._records.write
@@ -183,7 +177,7 @@ def test_an_engine_is_known_even_if_anvil_mux_is_killed_while_it_starts_it(
     assert inhabitants(house.folder) == []
 
 
-def test_workers_that_outlived_their_engine_while_nobody_looked_are_there_to_be_stopped(house: House):
+def test_workers_that_outlived_their_engine_while_nobody_looked_are_there_to_be_stopped(house):
     gate, end = house.gate(), house.gate("end")
     backend = shell(f"sleep 1000 & echo $! > {gate}; read line < {end}; exit 1")
     first = house.started(backend)
@@ -204,7 +198,7 @@ def edit(path: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"started": 1, "mark": "another"}, {"boot": "another"}])
-def test_a_other_process_with_our_process_id_is_left_alone(house: House, changes: dict[str, object]):
+def test_a_other_process_with_our_process_id_is_left_alone(house, changes):
     backend = shell(FOREVER)
     first = house.started(backend)
     pid = house.pid()
@@ -220,7 +214,7 @@ def test_a_other_process_with_our_process_id_is_left_alone(house: House, changes
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": 1}'])
-def test_a_broken_record_is_no_record(house: House, text: str):
+def test_a_broken_record_is_no_record(house, text):
     backend = shell(FOREVER)
     house.file("").mkdir(parents=True)
     house.file("a.json").write_text(text)
@@ -230,7 +224,7 @@ def test_a_broken_record_is_no_record(house: House, text: str):
 
 
 @either_parent
-def test_a_record_that_cannot_be_written_leaves_nothing_running(house: House):
+def test_a_record_that_cannot_be_written_leaves_nothing_running(house):
     backend = shell(FOREVER)
     house.file("a.spare").mkdir(parents=True)
     with pytest.raises(BackendError, match="service a: cannot write its record"):
@@ -253,9 +247,7 @@ def full_disk(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bo
     full[0] = False
 
 
-def test_a_disk_that_is_full_since_it_serves_keeps_nobody_from_being_swapped(
-    house: House, full_disk: list[bool]
-):
+def test_a_disk_that_is_full_since_it_serves_keeps_nobody_from_being_swapped(house, full_disk):
     first, second = shell(FOREVER), shell(FOREVER, "b")
     runtime = house.runtime(first, second)
     assert seen(lambda: [house.file(f"{name}.spare").exists() for name in "ab"], all) == [True, True]
@@ -268,7 +260,7 @@ def test_a_disk_that_is_full_since_it_serves_keeps_nobody_from_being_swapped(
 
 
 def test_a_service_that_is_new_on_a_full_disk_has_the_room_of_the_one_that_is_stopped_for_it(
-    house: House, full_disk: list[bool]
+    house, full_disk
 ):
     first, second = shell(FOREVER), shell(FOREVER, "b")
     before = house.started(first)
@@ -283,9 +275,7 @@ def test_a_service_that_is_new_on_a_full_disk_has_the_room_of_the_one_that_is_st
     assert runtime.problem() == ""
 
 
-def test_a_service_that_is_new_on_a_full_disk_takes_no_room_from_one_that_runs(
-    house: House, full_disk: list[bool]
-):
+def test_a_service_that_is_new_on_a_full_disk_takes_no_room_from_one_that_runs(house, full_disk):
     first, second = shell(FOREVER), shell(FOREVER, "b")
     runtime = house.started(first)
     runtime.pause(first)
@@ -296,9 +286,7 @@ def test_a_service_that_is_new_on_a_full_disk_takes_no_room_from_one_that_runs(
     assert runtime.running().keys() == {"a"}
 
 
-def test_where_no_record_can_be_written_that_is_a_problem_and_a_reload_is_refused(
-    house: House, full_disk: list[bool]
-):
+def test_where_no_record_can_be_written_that_is_a_problem_and_a_reload_is_refused(house, full_disk):
     first, second = shell(FOREVER), shell(FOREVER, "b")
     full_disk[0] = True
     runtime = house.runtime(first)
@@ -313,6 +301,6 @@ def test_where_no_record_can_be_written_that_is_a_problem_and_a_reload_is_refuse
     runtime.stop(first)
 
 
-def test_records_and_logs_are_kept_in_the_state_folder(tmp_path: Path):
+def test_records_and_logs_are_kept_in_the_state_folder(tmp_path):
     assert state_folder("p", {"XDG_STATE_HOME": "/s"}) == Path("/s/anvil-mux/p")
     assert state_folder("p", {}) == Path.home() / ".local/state/anvil-mux/p"

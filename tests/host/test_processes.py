@@ -1,7 +1,5 @@
 """Services as real child processes; gates are FIFOs, ends are awaited through `watch`."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -153,7 +151,7 @@ def gone(pid: int) -> None:
     os.close(fd)
 
 
-def test_a_service_gets_a_free_port_its_environment_and_its_folder(house: House):
+def test_a_service_gets_a_free_port_its_environment_and_its_folder(house):
     backend = shell('echo "$PORT $GREETING $PWD" $$PORT', service={"environment": (("GREETING", "hi"),)})
     place, lines = house.printed(backend, "127.0.0.1")
     address, _, port = place.partition(":")
@@ -161,27 +159,27 @@ def test_a_service_gets_a_free_port_its_environment_and_its_folder(house: House)
     assert lines[0].startswith(f"{port} hi {house.folder}")
 
 
-def test_address_and_port_stand_in_the_command_and_names_that_begin_like_them_are_left_alone(house: House):
+def test_address_and_port_stand_in_the_command_and_names_that_begin_like_them_are_left_alone(house):
     words = ("echo", "$HOST:${PORT}", "x${PORT}y", "$PORT", "$HOSTNAME", "$PORTS", "${HOST}.")
     place, lines = house.printed(command(*words), "127.0.0.2")
     port = place.removeprefix("127.0.0.2:")
     assert lines == [f"{place} x{port}y {port} $HOSTNAME $PORTS 127.0.0.2."]
 
 
-def test_a_declared_port_is_used(house: House, bound: socket.socket):
+def test_a_declared_port_is_used(house, bound):
     backend = shell(FOREVER, port=bound.getsockname()[1])
     assert house.runtime(backend).start(backend) == f"http://127.0.0.1:{backend.port}"
 
 
 @pytest.mark.parametrize(("named", "told"), [((), "127.0.0.2"), ((("HOST", "0.0.0.0"),), "0.0.0.0")])
-def test_a_service_is_told_where_to_listen_unless_it_names_its_own_host(house: House, named: Any, told: str):
+def test_a_service_is_told_where_to_listen_unless_it_names_its_own_host(house, named, told):
     place, lines = house.printed(command("env", environment=named), "127.0.0.2")
     variables = dict(line.split("=", 1) for line in lines if "=" in line)
     assert variables["HOST"] == told
     assert place == f"127.0.0.2:{variables['PORT']}"
 
 
-def test_an_engine_at_another_address_is_started_anew_where_it_is_looked_for(house: House):
+def test_an_engine_at_another_address_is_started_anew_where_it_is_looked_for(house):
     backend = shell(FOREVER)
     first = house.started(backend)
     before = house.pid()
@@ -198,9 +196,7 @@ def test_an_engine_at_another_address_is_started_anew_where_it_is_looked_for(hou
         ("203.0.113.1", r"a cannot listen at 203\.0\.113\.1: that is no address"),
     ],
 )
-def test_a_place_that_cannot_be_had_is_said_before_anything_starts(
-    house: House, bound: socket.socket, address: str, why: str
-):
+def test_a_place_that_cannot_be_had_is_said_before_anything_starts(house, bound, address, why):
     bound.listen()
     backend = shell(FOREVER, port=bound.getsockname()[1])
     with pytest.raises(LoadError, match=why.format(backend.port)):
@@ -218,14 +214,12 @@ def test_a_place_that_cannot_be_had_is_said_before_anything_starts(
         ("no such weights", False),
     ],
 )
-def test_an_engine_that_says_that_its_chosen_port_is_taken_has_lost_it(house: House, says: str, lost: bool):
+def test_an_engine_that_says_that_its_chosen_port_is_taken_has_lost_it(house, says, lost):
     backend = shell(f'echo "{says}"; exit 1')
     assert house.ended(backend).lost_its_port(backend) == lost
 
 
-def test_two_programs_choose_no_port_twice_though_no_engine_listens_yet(
-    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_two_programs_choose_no_port_twice_though_no_engine_listens_yet(house, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "FIRST_PORT", processes.LAST_PORT)
     monkeypatch.setattr(processes, "KERNELS_PORTS", tmp_path / "range")
     (tmp_path / "range").write_text("32768\t60999\n")
@@ -234,12 +228,12 @@ def test_two_programs_choose_no_port_twice_though_no_engine_listens_yet(
     assert programs[0].start(first) != programs[1].start(second)
 
 
-def test_a_declared_port_is_not_exchanged_for_another(house: House, bound: socket.socket):
+def test_a_declared_port_is_not_exchanged_for_another(house, bound):
     backend = shell('echo "address already in use"; exit 1', port=bound.getsockname()[1])
     assert not house.ended(backend).lost_its_port(backend)
 
 
-def test_an_engine_that_runs_has_its_port_whatever_it_says(house: House):
+def test_an_engine_that_runs_has_its_port_whatever_it_says(house):
     backend = shell(f'echo "address already in use"; echo > {house.gate()}; {FOREVER}')
     runtime = house.started(backend)
     assert (house.folder / "gate").read_text() == "\n"
@@ -247,7 +241,7 @@ def test_an_engine_that_runs_has_its_port_whatever_it_says(house: House):
     assert not runtime.lost_its_port(backend)
 
 
-def test_nothing_of_an_earlier_run_is_shown_when_the_port_is_taken(house: House, bound: socket.socket):
+def test_nothing_of_an_earlier_run_is_shown_when_the_port_is_taken(house, bound):
     backend = shell("echo of the first run", port=bound.getsockname()[1])
     runtime = house.ended(backend)
     assert runtime.log_tail(backend) == ["of the first run"]
@@ -257,7 +251,7 @@ def test_nothing_of_an_earlier_run_is_shown_when_the_port_is_taken(house: House,
     assert runtime.log_tail(backend) == []
 
 
-def test_a_program_with_a_slash_is_found_in_the_services_folder(house: House):
+def test_a_program_with_a_slash_is_found_in_the_services_folder(house):
     folder = house.folder / "engines"
     folder.mkdir()
     (folder / "engine").write_text("#!/bin/sh\necho from $PWD\n")
@@ -267,7 +261,7 @@ def test_a_program_with_a_slash_is_found_in_the_services_folder(house: House):
 
 
 @either_parent
-def test_a_program_that_is_missing_and_a_service_without_a_command_are_load_errors(house: House):
+def test_a_program_that_is_missing_and_a_service_without_a_command_are_load_errors(house):
     for missing, why in (
         (command("no-such-engine"), "service a cannot be started: .*no-such-engine"),
         (command("./no", working_dir="/tmp"), "service a cannot be started: .*'/tmp/./no'"),
@@ -277,7 +271,7 @@ def test_a_program_that_is_missing_and_a_service_without_a_command_are_load_erro
             house.runtime(missing).start(missing)
 
 
-def test_both_streams_are_logged_and_each_start_begins_a_new_log(house: House):
+def test_both_streams_are_logged_and_each_start_begins_a_new_log(house):
     backend = shell("echo out; echo err >&2; echo run $PORT")
     runtime = house.runtime(backend)
     for _ in range(2):
@@ -288,7 +282,7 @@ def test_both_streams_are_logged_and_each_start_begins_a_new_log(house: House):
 
 
 @either_parent
-def test_a_service_that_cannot_be_looked_at_has_not_ended(house: House, monkeypatch: pytest.MonkeyPatch):
+def test_a_service_that_cannot_be_looked_at_has_not_ended(house, monkeypatch):
     backend = shell(FOREVER)
     runtime = house.started(backend)
     pauses = queue.Queue[str]()
@@ -312,14 +306,14 @@ def test_a_service_that_cannot_be_looked_at_has_not_ended(house: House, monkeypa
     assert house.died() == "a"
 
 
-def test_how_a_service_ended_is_told(house: House):
+def test_how_a_service_ended_is_told(house):
     backend = shell("exit 3")
     assert house.runtime(backend).ended(backend) == "does not run"
     assert house.ended(backend).ended(backend) == "exited with code 3"
 
 
 @either_parent
-def test_a_kill_from_outside_is_seen_and_told(house: House):
+def test_a_kill_from_outside_is_seen_and_told(house):
     backend = shell(FOREVER)
     runtime = house.started(backend)
     assert runtime.ended(backend) is None
@@ -329,7 +323,7 @@ def test_a_kill_from_outside_is_seen_and_told(house: House):
     assert runtime.running() == {}
 
 
-def test_a_second_start_leaves_a_running_service_alone_unless_its_command_changed(house: House):
+def test_a_second_start_leaves_a_running_service_alone_unless_its_command_changed(house):
     backend = shell(FOREVER)
     runtime = house.runtime(backend)
     url = runtime.start(backend)
@@ -340,7 +334,7 @@ def test_a_second_start_leaves_a_running_service_alone_unless_its_command_change
     assert running(house.pid())
 
 
-def test_what_does_not_run_neither_differs_nor_is_frozen_nor_has_a_log(house: House):
+def test_what_does_not_run_neither_differs_nor_is_frozen_nor_has_a_log(house):
     backend = shell(FOREVER)
     runtime = house.runtime(backend)
     runtime.stop(backend)
@@ -353,7 +347,7 @@ def test_what_does_not_run_neither_differs_nor_is_frozen_nor_has_a_log(house: Ho
 
 
 @either_parent
-def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(house: House):
+def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(house):
     gate = house.gate()
     backend = shell(f"trap '' TERM; echo up > {gate}; while :; do sleep 1000; done", stop_timeout=0.2)
     runtime = house.started(backend)
@@ -364,7 +358,7 @@ def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(house: House):
     assert runtime.ended(backend) == "was killed by SIGKILL"
 
 
-def test_a_service_that_handles_sigterm_has_its_grace(house: House):
+def test_a_service_that_handles_sigterm_has_its_grace(house):
     gate = house.gate()
     program = f"""if True:
         import signal
@@ -382,7 +376,7 @@ def test_a_service_that_handles_sigterm_has_its_grace(house: House):
 
 
 @either_parent
-def test_workers_are_gone_when_their_engine_was_stopped_and_before_its_death_is_told(house: House):
+def test_workers_are_gone_when_their_engine_was_stopped_and_before_its_death_is_told(house):
     gate = house.gate()
     deaf = shell(f"(trap '' TERM; exec sleep 1000) & echo $! > {gate}; exec sleep 1000", stop_timeout=0.2)
     runtime = house.started(deaf)
@@ -414,7 +408,7 @@ def worker(script: str, gate: Path) -> str:
 @either_parent
 @pytest.mark.parametrize("end", ["stop", "death"])
 @pytest.mark.parametrize("script", [SESSION, TITLED])
-def test_workers_are_of_the_run_wherever_they_went(house: House, script: str, end: str):
+def test_workers_are_of_the_run_wherever_they_went(house, script, end):
     gate, exit = house.gate(), house.gate("exit")
     backend = shell(f"{worker(script, gate)} read line < {exit}; exit 1")
     runtime = house.started(backend)
@@ -429,7 +423,7 @@ def test_workers_are_of_the_run_wherever_they_went(house: House, script: str, en
     assert not running(pid)
 
 
-def test_a_worker_without_its_environment_is_of_the_session(house: House):
+def test_a_worker_without_its_environment_is_of_the_session(house):
     gate = house.gate()
     backend = shell(f"env -i sh -c 'echo $$ > {gate}; {FOREVER}' & {FOREVER}")
     runtime = house.started(backend)
@@ -439,9 +433,7 @@ def test_a_worker_without_its_environment_is_of_the_session(house: House):
     assert not running(pid)
 
 
-def test_none_of_our_own_variables_reaches_an_engine_unless_it_is_named(
-    house: House, monkeypatch: pytest.MonkeyPatch
-):
+def test_none_of_our_own_variables_reaches_an_engine_unless_it_is_named(house, monkeypatch):
     monkeypatch.setenv("ANVIL_API_KEYS", "secret")
     monkeypatch.setenv("ANVIL_DRAIN_TIMEOUT", "9")
     backend = shell("env", service={"environment": (("ANVIL_NAMED", "1"),)})
@@ -451,7 +443,7 @@ def test_none_of_our_own_variables_reaches_an_engine_unless_it_is_named(
     assert "PATH" in names
 
 
-def test_a_stop_returns_when_the_service_is_gone_and_is_no_death(house: House):
+def test_a_stop_returns_when_the_service_is_gone_and_is_no_death(house):
     first, second = shell(FOREVER), shell(FOREVER, name="b")
     runtime = house.runtime(first, second)
     runtime.start(first)
@@ -466,7 +458,7 @@ def test_a_stop_returns_when_the_service_is_gone_and_is_no_death(house: House):
     assert house.deaths.empty()
 
 
-def test_the_log_of_an_engine_that_runs_is_cut_and_goes_on(house: House, monkeypatch: pytest.MonkeyPatch):
+def test_the_log_of_an_engine_that_runs_is_cut_and_goes_on(house, monkeypatch):
     gate = house.gate()
     backend = shell(f"seq 1000; read line < {gate}; echo more")
     runtime = house.started(backend)
@@ -487,7 +479,7 @@ def test_the_log_of_an_engine_that_runs_is_cut_and_goes_on(house: House, monkeyp
 
 @pytest.mark.parametrize("what", ["link", "pipe"])
 def test_what_an_engine_puts_in_the_place_of_its_log_is_neither_read_nor_cut_nor_written(
-    house: House, monkeypatch: pytest.MonkeyPatch, what: str
+    house, monkeypatch, what
 ):
     monkeypatch.setattr(processes, "LOG_BYTES", 5)
     backend = shell(FOREVER)
@@ -510,7 +502,7 @@ def test_what_an_engine_puts_in_the_place_of_its_log_is_neither_read_nor_cut_nor
     assert other.read_text() == "a secret of ours\n"
 
 
-def test_a_log_that_is_a_link_is_not_written_through(house: House):
+def test_a_log_that_is_a_link_is_not_written_through(house):
     other, log = house.folder / "other", house.folder / "a.log"
     other.write_text("")
     log.symlink_to(other)
@@ -519,7 +511,7 @@ def test_a_log_that_is_a_link_is_not_written_through(house: House):
     assert other.read_text() == ""
 
 
-def test_a_log_is_followed_until_the_service_ends(house: House):
+def test_a_log_is_followed_until_the_service_ends(house):
     gate = house.gate()
     backend = shell(f"echo one; read line < {gate}; printf 'two\\nrest'")
     runtime = house.started(backend)
@@ -548,7 +540,7 @@ def frozen(house: House) -> int:
     return pid
 
 
-def test_every_process_of_a_service_is_its_own_and_is_frozen(house: House):
+def test_every_process_of_a_service_is_its_own_and_is_frozen(house):
     gate = house.gate()
     backend = shell(f"sleep 1000 & echo > {gate}; wait")
     runtime = house.started(backend)
@@ -564,7 +556,7 @@ def test_every_process_of_a_service_is_its_own_and_is_frozen(house: House):
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
-def test_a_frozen_service_can_be_ended(house: House, how: str):
+def test_a_frozen_service_can_be_ended(house, how):
     gate = house.gate()
     # A child of a shell that is frozen before its exec would neither let the shell stop nor heed SIGTERM.
     begun = "while read name < /proc/$!/comm && [ $name != sleep ]; do :; done"
@@ -579,7 +571,7 @@ def test_a_frozen_service_can_be_ended(house: House, how: str):
     assert runtime.pids(backend) == []
 
 
-def test_a_frozen_service_is_listed_and_not_dead_and_goes_on_when_it_is_started_or_let(house: House):
+def test_a_frozen_service_is_listed_and_not_dead_and_goes_on_when_it_is_started_or_let(house):
     backend = shell(FOREVER)
     runtime = house.runtime(backend)
     url = runtime.start(backend)

@@ -1,10 +1,7 @@
 """The commands that are given to Compose, the one place that runs commands, and images that are missing."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +11,7 @@ from anvil_mux.errors import BackendError
 from anvil_mux.host import docker_api, project
 from anvil_mux.host.containers import ContainerRuntime
 from anvil_mux.host.seam import HostConfig
-from tests.host.docker_stand_in import CONFIG, PATIENCE, A, B, Docker, replica
+from tests.host.docker_stand_in import CONFIG, PATIENCE, A, B, replica
 from tests.host.test_processes import gone
 
 
@@ -23,9 +20,7 @@ def test_a_command_of_compose_names_the_project_and_its_files():
     assert project.compose_command(CONFIG, "config") == ["docker", "compose", "--ansi", "never", *words]
 
 
-def test_commands_speak_to_the_engine_that_we_have_found(
-    docker: Docker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_commands_speak_to_the_engine_that_we_have_found(docker, tmp_path, monkeypatch):
     monkeypatch.setattr(docker_api, "DOCKER_SOCKET", str(tmp_path / "none.sock"))
     program = tmp_path / "docker"
     program.write_text("#!/bin/sh\necho engine $DOCKER_HOST; exit 1\n")
@@ -46,14 +41,14 @@ def test_commands_speak_to_the_engine_that_we_have_found(
         (Done(3), "exit status 3"),
     ],
 )
-def test_what_a_failed_command_said_last(done: Done, line: str):
+def test_what_a_failed_command_said_last(done, line):
     assert done.last_line == line
 
 
 # The program that runs commands
 
 
-def test_a_command_does_not_get_the_keys_of_clients(monkeypatch: pytest.MonkeyPatch):
+def test_a_command_does_not_get_the_keys_of_clients(monkeypatch):
     monkeypatch.setenv("ANVIL_API_KEYS", "secret")
     monkeypatch.setenv("ANVIL_OTHER", "1")
     names = {line.partition("=")[0] for line in run("env").out.splitlines()}
@@ -69,14 +64,14 @@ def test_a_command_gives_status_and_both_streams():
     assert run("sh", "-c", "echo out; echo err >&2; exit 3") == Done(3, "out\n", "err\n")
 
 
-def test_a_command_holds_the_lock_that_it_is_given(tmp_path: Path):
+def test_a_command_holds_the_lock_that_it_is_given(tmp_path):
     with (tmp_path / "lock").open("w") as lock:
         there = ["test", "-e", f"/proc/self/fd/{lock.fileno()}"]
         assert project.run_command(there, 30.0, env=os.environ, lock=lock.fileno()).code == 0
         assert project.run_command(there, 30.0, env=os.environ).code == 1
 
 
-def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path):
+def test_a_command_that_hangs_is_killed_with_its_children(tmp_path):
     pids = tmp_path / "pids"
     with pytest.raises(BackendError, match="did not end within 2 s; dockerd may be stuck"):
         run("sh", "-c", f"sleep 1000 & echo $! > {pids}; wait", timeout=2.0)
@@ -91,7 +86,7 @@ def test_a_program_that_is_missing_is_named():
 # Images
 
 
-def test_images_that_are_missing_are_listed(docker: Docker, monkeypatch: pytest.MonkeyPatch):
+def test_images_that_are_missing_are_listed(docker, monkeypatch):
     other = replace(B, service=Service(name="other", image="gone:1"))
     monkeypatch.setenv("DOCKER_HOST", docker.host)
     assert project.missing_images(HostConfig((A, other, replica(1)))) == [

@@ -1,7 +1,5 @@
 """Prompts that outlive a swap, with an engine that has slots and files as llama-server has them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -174,21 +172,19 @@ def only_file(engine: Engine) -> Path:
 
 
 @pytest.mark.parametrize("tells_slots", [True, False])
-def test_each_prompt_is_back_in_its_slot(
-    engine: Engine, backend: Backend, cache: Cache, tells_slots: bool
-) -> None:
+def test_each_prompt_is_back_in_its_slot(engine, backend, cache, tells_slots):
     engine.tells_slots = tells_slots  # else all are saved
     assert swapped(cache, backend, engine, "alpha", "beta") == ["alpha", "beta"]
     assert cache.told == [("a", []), ("a", [5, 4]), ("a", [5, 4])]
     assert oct(engine.folder.stat().st_mode & 0o777) == "0o700"
 
 
-def test_an_empty_slot_has_no_file(engine: Engine, backend: Backend, cache: Cache) -> None:
+def test_an_empty_slot_has_no_file(engine, backend, cache):
     assert swapped(cache, backend, engine, "", "beta") == ["", "beta"]
     assert files(engine) == ["a.1.prompt"]
 
 
-def test_what_was_not_used_since_is_not_written_again(engine: Engine, backend: Backend, cache: Cache) -> None:
+def test_what_was_not_used_since_is_not_written_again(engine, backend, cache):
     swapped(cache, backend, engine, "alpha", "beta")
     engine.ask(1, "gamma ray")
     cache.save(backend, engine.url)
@@ -217,9 +213,7 @@ def ask_otherwise(engine: Engine, backend: Backend) -> Backend:
 
 
 @pytest.mark.parametrize("differ", [change_model, touch_model, upgrade, ask_otherwise])
-def test_prompts_of_anything_else_are_removed_and_never_read(
-    differ: Any, engine: Engine, backend: Backend, cache: Cache
-) -> None:
+def test_prompts_of_anything_else_are_removed_and_never_read(differ, engine, backend, cache):
     swapped(cache, backend, engine, "alpha", "beta")
     assert load(cache, differ(engine, backend), engine) == ["", ""]
     assert (engine.asked("restore"), files(engine)) == ([], [])
@@ -249,16 +243,14 @@ def take_digest_away(file: Path) -> None:
 @pytest.mark.parametrize(
     "harm", [cut_short, exchange, give_to_another_slot, claim_more_tokens, take_digest_away]
 )
-def test_a_file_that_is_not_as_it_was_written_is_removed_and_the_load_succeeds(
-    harm: Any, engine: Engine, backend: Backend, cache: Cache
-) -> None:
+def test_a_file_that_is_not_as_it_was_written_is_removed_and_the_load_succeeds(harm, engine, backend, cache):
     swapped(cache, backend, engine, "alpha")
     harm(only_file(engine))
     assert load(cache, backend, engine) == ["", ""]
     assert (engine.asked("restore"), files(engine)) == ([], [])
 
 
-def test_files_of_other_backends_are_left_alone(engine: Engine, backend: Backend, cache: Cache) -> None:
+def test_files_of_other_backends_are_left_alone(engine, backend, cache):
     engine.folder.mkdir()
     others = [engine.folder / name for name in ("b.0.prompt", "a.b.0.prompt", "a.txt")]
     for other in others:
@@ -269,9 +261,7 @@ def test_files_of_other_backends_are_left_alone(engine: Engine, backend: Backend
     assert all(other.exists() for other in others)
 
 
-def test_a_link_in_its_folder_is_not_followed(
-    engine: Engine, backend: Backend, cache: Cache, tmp_path: Path
-) -> None:
+def test_a_link_in_its_folder_is_not_followed(engine, backend, cache, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("alpha")
     engine.folder.mkdir()
@@ -287,9 +277,7 @@ def test_a_link_in_its_folder_is_not_followed(
 
 
 @pytest.mark.parametrize("below", ["", "inner"])
-def test_a_link_in_place_of_its_folder_leads_nowhere(
-    below: str, engine: Engine, backend: Backend, cache: Cache, tmp_path: Path
-) -> None:
+def test_a_link_in_place_of_its_folder_leads_nowhere(below, engine, backend, cache, tmp_path):
     other = tmp_path / "other"
     (other / below).mkdir(parents=True)
     theirs = other / below / "a.0.prompt"
@@ -306,8 +294,8 @@ def test_a_link_in_place_of_its_folder_leads_nowhere(
 
 
 def test_a_prompt_that_the_engine_refuses_is_removed_and_one_that_is_restored_in_part_erased(
-    engine: Engine, backend: Backend, cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    engine, backend, cache, monkeypatch
+):
     swapped(cache, backend, engine, "alpha", "beta")
     engine.refuses["/slots/0?action=restore"] = 400
     assert load(cache, backend, engine) == ["", "beta"]
@@ -317,9 +305,7 @@ def test_a_prompt_that_the_engine_refuses_is_removed_and_one_that_is_restored_in
     assert (engine.asked("erase"), files(engine)) == (["/slots/1?action=erase"], [])
 
 
-def test_a_prompt_of_which_no_length_is_said_is_not_kept(
-    engine: Engine, backend: Backend, cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_of_which_no_length_is_said_is_not_kept(engine, backend, cache, monkeypatch):
     def save(slot: int, file: Path) -> tuple[int, Any]:
         file.write_text("alpha")
         return 200, {"n_saved": -5, "n_written": 5}
@@ -329,9 +315,7 @@ def test_a_prompt_of_which_no_length_is_said_is_not_kept(
     assert files(engine) == []
 
 
-def test_what_the_engine_ended_over_is_not_tried_again(
-    engine: Engine, backend: Backend, cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_engine_ended_over_is_not_tried_again(engine, backend, cache, monkeypatch):
     swapped(cache, backend, engine, "alpha")
 
     def end(slot: int, file: Path) -> Any:
@@ -344,18 +328,14 @@ def test_what_the_engine_ended_over_is_not_tried_again(
     assert files(engine) == []
 
 
-def test_an_engine_of_an_earlier_start_has_its_prompts_saved(
-    engine: Engine, backend: Backend, cache: Cache, tmp_path: Path
-) -> None:
+def test_an_engine_of_an_earlier_start_has_its_prompts_saved(engine, backend, cache, tmp_path):
     load(cache, backend, engine)
     engine.ask(0, "alpha")
     Cache(tmp_path / "state").save(backend, engine.url)
     assert load(cache, backend, engine) == ["alpha", ""]
 
 
-def test_a_load_that_is_cancelled_keeps_them(
-    engine: Engine, backend: Backend, cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_that_is_cancelled_keeps_them(engine, backend, cache, monkeypatch):
     swapped(cache, backend, engine, "alpha")
     engine.anew()
     cancelled = threading.Event()
@@ -375,16 +355,12 @@ def test_a_load_that_is_cancelled_keeps_them(
     assert load(cache, backend, engine) == ["alpha", ""]
 
 
-def test_a_model_that_changes_while_it_is_loaded_has_no_prompts_kept(
-    engine: Engine, backend: Backend, tmp_path: Path
-) -> None:
+def test_a_model_that_changes_while_it_is_loaded_has_no_prompts_kept(engine, backend, tmp_path):
     assert swapped(PromptCache(wall=lambda: 1.0, state=tmp_path), backend, engine, "alpha") == ["", ""]
     assert files(engine) == []
 
 
-def test_a_model_that_changed_while_it_served_has_no_prompts_kept(
-    engine: Engine, backend: Backend, cache: Cache
-) -> None:
+def test_a_model_that_changed_while_it_served_has_no_prompts_kept(engine, backend, cache):
     load(cache, backend, engine)
     engine.ask(0, "alpha")
     change_model(engine, backend)
@@ -392,15 +368,13 @@ def test_a_model_that_changed_while_it_served_has_no_prompts_kept(
     assert (engine.asked("save"), files(engine)) == ([], [])
 
 
-def test_a_model_file_that_cannot_be_seen_has_no_prompts_kept(
-    engine: Engine, backend: Backend, cache: Cache, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_file_that_cannot_be_seen_has_no_prompts_kept(engine, backend, cache, caplog):
     engine.model = "/in-the-image/model.gguf"
     assert swapped(cache, backend, engine, "alpha") == ["", ""]
     assert "is in no folder of this machine" in caplog.text
 
 
-def test_all_parts_of_a_model_count(engine: Engine, backend: Backend, cache: Cache) -> None:
+def test_all_parts_of_a_model_count(engine, backend, cache):
     parts = [engine.folder.parent / "m" / f"x-{number:05}-of-00002.gguf" for number in (1, 2)]
     for part in parts:
         part.write_text("weights")
@@ -413,14 +387,12 @@ def test_all_parts_of_a_model_count(engine: Engine, backend: Backend, cache: Cac
 # Disk space
 
 
-def test_the_longest_prompts_are_kept_first(engine: Engine, backend: Backend, cache: Cache) -> None:
+def test_the_longest_prompts_are_kept_first(engine, backend, cache):
     assert swapped(cache, replace(backend, prompt_cache=8), engine, "alpha", "a longer") == ["", "a longer"]
     assert files(engine) == ["a.1.prompt"]
 
 
-def test_what_was_used_longest_ago_makes_room_and_what_can_never_fit_is_not_written(
-    engine: Engine, backend: Backend, cache: Cache
-) -> None:
+def test_what_was_used_longest_ago_makes_room_and_what_can_never_fit_is_not_written(engine, backend, cache):
     little = replace(backend, prompt_cache=10)
     swapped(cache, little, engine, "alpha", "beta")
     for prompt, saves, kept in (
@@ -442,9 +414,7 @@ def runtime(engine: Engine) -> Notes:
     return Notes(engine.url)
 
 
-def test_a_swap_saves_before_the_stop_and_restores_before_the_first_request(
-    engine: Engine, backend: Backend, cache: Cache, runtime: Notes
-) -> None:
+def test_a_swap_saves_before_the_stop_and_restores_before_the_first_request(engine, backend, cache, runtime):
     phases: list[str] = []
     swapper = Swapper(runtime, prompts=cache, report=lambda backend, phase, seconds: phases.append(phase))
     swapper.load(backend)
@@ -457,9 +427,7 @@ def test_a_swap_saves_before_the_stop_and_restores_before_the_first_request(
     assert phases == [*loading, "save", "evict", "verify", *loading]
 
 
-def test_an_eviction_succeeds_whatever_becomes_of_the_prompts(
-    engine: Engine, backend: Backend, cache: Cache, runtime: Notes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_eviction_succeeds_whatever_becomes_of_the_prompts(engine, backend, cache, runtime, caplog):
     swapper = Swapper(runtime, prompts=cache)
     swapper.load(backend)
     engine.ask(0, "alpha")
@@ -470,9 +438,7 @@ def test_an_eviction_succeeds_whatever_becomes_of_the_prompts(
     assert (runtime.calls[-1], files(engine)) == ("stop", ["a.0.prompt"])
 
 
-def test_an_engine_without_prompt_cache_is_asked_nothing(
-    engine: Engine, backend: Backend, cache: Cache, runtime: Notes
-) -> None:
+def test_an_engine_without_prompt_cache_is_asked_nothing(engine, backend, cache, runtime):
     swapper = Swapper(runtime, prompts=cache)
     plain = replace(backend, prompt_cache=None)
     swapper.load(plain)
@@ -481,9 +447,7 @@ def test_an_engine_without_prompt_cache_is_asked_nothing(
     assert not engine.folder.exists()
 
 
-def test_one_that_is_frozen_is_thawed_for_it_before_it_is_stopped(
-    engine: Engine, backend: Backend, cache: Cache, runtime: Notes
-) -> None:
+def test_one_that_is_frozen_is_thawed_for_it_before_it_is_stopped(engine, backend, cache, runtime):
     swapper = Swapper(runtime, prompts=cache)
     frozen = replace(backend, evict_to=("freeze", "stop"))
     swapper.load(frozen)
@@ -496,8 +460,8 @@ def test_one_that_is_frozen_is_thawed_for_it_before_it_is_stopped(
 
 
 def test_an_engine_that_ends_over_its_prompts_is_started_without_them(
-    engine: Engine, backend: Backend, cache: Cache, runtime: Notes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    engine, backend, cache, runtime, monkeypatch
+):
     swapper = Swapper(runtime, prompts=cache)
     swapped(cache, backend, engine, "alpha")
 
@@ -516,9 +480,7 @@ def test_an_engine_that_ends_over_its_prompts_is_started_without_them(
     assert files(engine) == []
 
 
-def test_a_save_ends_in_time(
-    engine: Engine, backend: Backend, cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_ends_in_time(engine, backend, cache, monkeypatch):
     load(cache, backend, engine)
     engine.ask(0, "alpha")
     gate = threading.Event()

@@ -84,7 +84,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     return Rig()
 
 
-def test_all_files_are_read_in_order_and_once(rig: Rig) -> None:
+def test_all_files_are_read_in_order_and_once(rig):
     rig.ahead.order([B, A])
     rig.ahead.order([B, A])
     assert rig.run() == 2
@@ -94,21 +94,21 @@ def test_all_files_are_read_in_order_and_once(rig: Rig) -> None:
     assert rig.run() == 0
 
 
-def test_what_is_there_is_not_read_and_not_told(rig: Rig) -> None:
+def test_what_is_there_is_not_read_and_not_told(rig):
     FakeFile.cached = {"a1": {0, 1, 2}, "a2": {1}, "b1": {0, 1, 2}}
     rig.ahead.order([A, B])
     rig.run()
     assert rig.told == [("a", 2)]
 
 
-def test_files_that_cannot_be_read_or_are_in_memory_are_left_out(rig: Rig) -> None:
+def test_files_that_cannot_be_read_or_are_in_memory_are_left_out(rig):
     rig.files["a"] = ["in-memory"]
     rig.ahead.order([A, C])
     rig.run()
     assert (rig.told, rig.cached) == ([("c", PIECES)], {"c1": PIECES})
 
 
-def test_it_stops_at_once_when_nobody_waits_any_more(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_stops_at_once_when_nobody_waits_any_more(rig, monkeypatch):
     monkeypatch.setattr(FakeFile, "before", staticmethod(lambda name, piece: rig.ahead.order([B])))
     rig.ahead.order([A])
     rig.run()
@@ -117,9 +117,7 @@ def test_it_stops_at_once_when_nobody_waits_any_more(rig: Rig, monkeypatch: pyte
     assert rig.run() == 0
 
 
-def test_nothing_is_read_while_an_engine_loads_and_it_goes_on_afterwards(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_read_while_an_engine_loads_and_it_goes_on_afterwards(rig, monkeypatch):
     with rig.ahead.pausing(), rig.ahead.pausing():
         rig.ahead.order([B])
         assert rig.run() == 0
@@ -133,9 +131,7 @@ def test_nothing_is_read_while_an_engine_loads_and_it_goes_on_afterwards(
     assert (rig.cached, rig.told) == ({"b1": PIECES}, [("b", 1), ("b", PIECES - 1)])
 
 
-def test_no_more_is_read_than_there_is_room_for_with_what_was_read_before(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_is_read_than_there_is_room_for_with_what_was_read_before(rig, monkeypatch):
     rig.left = SIZE + PIECE
     rig.ahead.order([B, A])
     rig.run()
@@ -150,7 +146,7 @@ def test_no_more_is_read_than_there_is_room_for_with_what_was_read_before(
     assert rig.cached == {"b1": PIECES, "a1": 2}
 
 
-def test_one_that_waits_again_is_looked_at_again(rig: Rig) -> None:
+def test_one_that_waits_again_is_looked_at_again(rig):
     rig.ahead.order([B])
     rig.run()
     rig.ahead.order([])
@@ -160,7 +156,7 @@ def test_one_that_waits_again_is_looked_at_again(rig: Rig) -> None:
     assert rig.told == [("b", PIECES)] * 2
 
 
-def test_a_mistake_costs_only_that_backend(rig: Rig) -> None:
+def test_a_mistake_costs_only_that_backend(rig):
     del rig.files["a"]
     rig.ahead.order([A, B])
     with pytest.raises(KeyError):  # its thread goes on
@@ -169,7 +165,7 @@ def test_a_mistake_costs_only_that_backend(rig: Rig) -> None:
     assert rig.told == [("b", PIECES)]
 
 
-def test_a_real_file_is_in_the_page_cache_afterwards(uncached: Callable[[str, int], Path]) -> None:
+def test_a_real_file_is_in_the_page_cache_afterwards(uncached):
     path = uncached("weights", 2 * PIECE)
     told, done = list[tuple[str, int]](), threading.Event()
 
@@ -195,7 +191,7 @@ def file(uncached: Callable[[str, int], Path]) -> Path:
     return uncached("weights", 2 * PIECE + 4096)
 
 
-def test_all_of_a_file_is_missing_until_it_was_brought_in(file: Path) -> None:
+def test_all_of_a_file_is_missing_until_it_was_brought_in(file):
     with CachedFile(file) as cached:
         pieces = [(0, PIECE), (PIECE, PIECE), (2 * PIECE, 4096)]
         assert cached.missing() == pieces
@@ -206,9 +202,7 @@ def test_all_of_a_file_is_missing_until_it_was_brought_in(file: Path) -> None:
         assert cached.size == 2 * PIECE + 4096
 
 
-def test_a_file_without_content_lacks_nothing_and_a_pipe_in_its_place_is_not_waited_for(
-    tmp_path: Path,
-) -> None:
+def test_a_file_without_content_lacks_nothing_and_a_pipe_in_its_place_is_not_waited_for(tmp_path):
     (tmp_path / "empty").touch()
     with CachedFile(tmp_path / "empty") as cached:
         assert cached.missing() == []
@@ -217,14 +211,14 @@ def test_a_file_without_content_lacks_nothing_and_a_pipe_in_its_place_is_not_wai
         CachedFile(tmp_path / "pipe")
 
 
-def test_a_file_that_shrinks_is_read_to_its_end(file: Path) -> None:
+def test_a_file_that_shrinks_is_read_to_its_end(file):
     with CachedFile(file) as cached:
         os.truncate(file, 10)
         cached.bring_in(0, PIECE)
         cached.bring_in(PIECE, PIECE)
 
 
-def test_a_thread_that_steps_back_is_alone_in_that() -> None:
+def test_a_thread_that_steps_back_is_alone_in_that():
     known = IOPRIO_SET.get(platform.machine())
     if known is None:
         pytest.skip("the number of the system call is not known here")
@@ -262,10 +256,10 @@ MOUNTS = """\
         ("/over/a.gguf", False),
     ],
 )
-def test_only_file_systems_on_disks_count(tmp_path: Path, file: str, found: bool) -> None:
+def test_only_file_systems_on_disks_count(tmp_path, file, found):
     (tmp_path / "mountinfo").write_text(MOUNTS)
     assert is_on_disk(Path(file), tmp_path / "mountinfo") is found
 
 
-def test_nothing_is_known_without_a_list_of_mounts(tmp_path: Path) -> None:
+def test_nothing_is_known_without_a_list_of_mounts(tmp_path):
     assert not is_on_disk(Path("/models/a.gguf"), tmp_path / "mountinfo")

@@ -1,11 +1,8 @@
 """The rights that a checkpoint needs, and who has them."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import cast
 
 import pytest
@@ -17,7 +14,6 @@ from anvil_mux.host import cuda_checkpoint
 from anvil_mux.host.cuda_checkpoint import Rights, names_our_processes, owner_of
 from anvil_mux.host.levels import Swapper
 from anvil_mux.host.seam import HostConfig, Runtime
-from tests.host.docker_stand_in import Docker
 from tests.host.test_swap import Notes
 
 MINE = Rights(user=1000, group=1000, traces=False, scope=0, sees_host=True)
@@ -60,16 +56,14 @@ ROOT = Rights(user=0, group=0, traces=True, scope=0, sees_host=True)
         (replace(MINE, scope=2, sees_host=False), {0}, True, ["pid: host", "group 0:0", "ptrace_scope"]),
     ],
 )
-def test_what_the_running_user_lacks_is_named_with_how_to_get_it(
-    here: Rights, owners: set[int], contained: bool, missing: list[str]
-) -> None:
+def test_what_the_running_user_lacks_is_named_with_how_to_get_it(here, owners, contained, missing):
     found = here.lacks({(owner, owner) for owner in owners}, contained=contained)
     assert len(found) == len(missing)
     for said, pattern in zip(found, missing, strict=True):
         assert re.search(pattern, said)
 
 
-def test_rights_are_read_from_proc(tmp_path: Path) -> None:
+def test_rights_are_read_from_proc(tmp_path):
     (tmp_path / "self").mkdir()
     status = tmp_path / "self" / "status"
     status.write_text(
@@ -84,14 +78,14 @@ def test_rights_are_read_from_proc(tmp_path: Path) -> None:
     assert Rights.here(tmp_path) == Rights(0, 0, traces=False, scope=2, sees_host=True)
 
 
-def test_the_rights_of_this_process_are_read() -> None:
+def test_the_rights_of_this_process_are_read():
     assert (Rights.here().user, Rights.here().group) == (os.geteuid(), os.getegid())
 
 
 @pytest.mark.parametrize("seccomp", ["", "Seccomp:\t0\n", "Seccomp:\t2\n"])
 def test_a_filter_of_system_calls_is_the_likely_cause_of_a_failure_where_nothing_is_missing(
-    seccomp: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    seccomp, tmp_path, monkeypatch
+):
     status = tmp_path / "self" / "status"
     status.parent.mkdir()
     status.write_text(f"Uid:\t0\t0\t0\t0\nGid:\t0\t0\t0\t0\nCapEff:\tfffff\n{seccomp}")
@@ -107,7 +101,7 @@ def test_a_filter_of_system_calls_is_the_likely_cause_of_a_failure_where_nothing
     assert "ptrace_scope is 3" in missing
 
 
-def test_the_owners_of_processes_are_told_without_those_that_have_ended() -> None:
+def test_the_owners_of_processes_are_told_without_those_that_have_ended():
     assert cuda_checkpoint.owners([os.getpid(), 2**31 - 1]) == {(os.geteuid(), os.getegid())}
 
 
@@ -128,7 +122,7 @@ def lacks(runtime: Notes, here: Rights, user: str = "", *, contained: bool = Tru
     return cuda_checkpoint.lacks(backend, cast(Runtime, runtime), contained=contained, rights=here)
 
 
-def test_the_processes_that_run_are_asked_before_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_processes_that_run_are_asked_before_the_file(monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "tcp://x:1")
     here = replace(MINE, user=OTHER, group=OTHER)
     (said,) = lacks(Ran(), here, user=f"{OTHER}:{OTHER}")
@@ -139,14 +133,14 @@ def test_the_processes_that_run_are_asked_before_the_file(monkeypatch: pytest.Mo
     assert "group 0:0, and" in lacks(away, here)[0]
 
 
-def test_the_group_has_to_be_the_same_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_group_has_to_be_the_same_as_well(monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "tcp://x:1")
     (said,) = lacks(Notes(), MINE, user="1000")
     assert "of user and group 1000:0, and anvil-mux runs as 1000:1000" in said
     assert 'give the service `user: "1000:1000"`' in said
 
 
-def test_where_ids_mean_other_processes_the_file_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_ids_mean_other_processes_the_file_is_believed(monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "tcp://x:1")
     runtime, here = Ran(), replace(MINE, user=OTHER, group=OTHER, sees_host=False)
     assert ["pid: host" in each for each in lacks(runtime, here, user=f"{OTHER}:{OTHER}")] == [True]
@@ -157,15 +151,13 @@ def test_where_ids_mean_other_processes_the_file_is_believed(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("named", "said"), [(True, []), (False, ["pid: host"]), (None, ["pid: host"])])
-def test_the_socket_of_the_engine_tells_better_whose_ids_are_ours(
-    named: bool | None, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_socket_of_the_engine_tells_better_whose_ids_are_ours(named, said, monkeypatch):
     monkeypatch.setattr(cuda_checkpoint, "names_our_processes", lambda env: named)
     found = lacks(Ran(), replace(MINE, user=ME, traces=True, sees_host=False))
     assert [each for each in said if each in "".join(found)] == said == [said[0] for _ in found]
 
 
-def test_only_who_is_to_be_checkpointed_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_who_is_to_be_checkpointed_is_warned_of(monkeypatch):
     monkeypatch.setattr(Rights, "here", lambda: replace(MINE, user=OTHER))
     second, never = (
         replace(ENGINE, name="b"),
@@ -181,9 +173,7 @@ def test_only_who_is_to_be_checkpointed_is_warned_of(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("how", "said"), [("checkpoint", "; the right to do so"), ("freeze", "")])
-def test_a_checkpoint_that_fails_tells_what_was_missing(
-    how: str, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_that_fails_tells_what_was_missing(how, said, caplog):
     runtime = Notes()
     runtime.fails["pause"] = BackendError("not permitted")
     swapper = Swapper(runtime, lacks=lambda backend: ["the right to do so"])
@@ -200,13 +190,13 @@ def test_a_checkpoint_that_fails_tells_what_was_missing(
         *(("1000:100", (1000, 100)), ("1000", (1000, 0)), ("1000:staff", None), ("somebody", None)),
     ],
 )
-def test_the_owner_of_a_service_is_foretold(user: str, owner: tuple[int, int] | None) -> None:
+def test_the_owner_of_a_service_is_foretold(user, owner):
     assert owner_of(Backend("a", "a", service=Service(user=user)), {"DOCKER_HOST": "tcp://x:1"}) == owner
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 @pytest.mark.parametrize(("user", "id"), [("", 1234), ("0:0", 1234), ("1000", None)])
-def test_root_of_a_rootless_engine_is_who_runs_it(tmp_path: Path, user: str, id: int | None) -> None:
+def test_root_of_a_rootless_engine_is_who_runs_it(tmp_path, user, id):
     address = tmp_path / "docker.sock"
     address.touch()
     os.chown(address, 1234, 1234)
@@ -214,7 +204,7 @@ def test_root_of_a_rootless_engine_is_who_runs_it(tmp_path: Path, user: str, id:
     assert told == (id and (id, id))
 
 
-def test_an_engine_behind_a_socket_of_this_machine_names_our_processes(docker: Docker) -> None:
+def test_an_engine_behind_a_socket_of_this_machine_names_our_processes(docker):
     assert names_our_processes({"DOCKER_HOST": docker.host}) is True
     assert names_our_processes({"DOCKER_HOST": f"{docker.host}.gone"}) is None
     assert names_our_processes({"DOCKER_HOST": "tcp://x:1"}) is None

@@ -1,7 +1,5 @@
 """A running anvil-mux whose GPUs are stand-ins: who holds what is seen, measured and remembered."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading
@@ -84,14 +82,14 @@ def eventually(holds: Callable[[], bool]) -> None:
         pause.wait(0.05)
 
 
-def test_who_holds_gpu_memory_is_seen_and_what_an_eviction_frees_is_remembered(tmp_path: Path) -> None:
+def test_who_holds_gpu_memory_is_seen_and_what_an_eviction_frees_is_remembered(tmp_path):
     nvml = FakeNvml(tmp_path)
     with serving(
         compose(tmp_path, max_wait=0.5), "--policy", "eager", state=tmp_path, environ=nvml.environ
     ) as mux:
 
         def gpu() -> dict[str, Any]:
-            return mux.get("/healthz")["gpus"]["0"]  # type: ignore[no-any-return]
+            return mux.get("/healthz")["gpus"]["0"]
 
         assert mux.chat("a")[0] == 200
         me, engine = os.getpid(), engine_pid(tmp_path, "a")
@@ -114,13 +112,13 @@ def test_who_holds_gpu_memory_is_seen_and_what_an_eviction_frees_is_remembered(t
     assert (footprint["backend"], footprint["held"]) == ("a", {"0": 5 * GIB})
 
 
-def test_a_gpu_is_left_to_another_program_and_the_model_comes_back_after_it(tmp_path: Path) -> None:
+def test_a_gpu_is_left_to_another_program_and_the_model_comes_back_after_it(tmp_path):
     nvml, me = FakeNvml(tmp_path), os.getpid()
     config = compose(tmp_path, "a", **{"yield": {"when_others_hold": "4GiB"}, "home_after": 0.2})
     with serving(config, state=tmp_path, environ=nvml.environ) as mux:
 
         def state() -> str:
-            return mux.get("/healthz")["models"]["a"]["state"]  # type: ignore[no-any-return]
+            return mux.get("/healthz")["models"]["a"]["state"]
 
         assert mux.chat("a")[0] == 200
         nvml.hold({me: 4 * GIB - 1})
@@ -136,7 +134,7 @@ def test_a_gpu_is_left_to_another_program_and_the_model_comes_back_after_it(tmp_
         mux.tells(r"a: draining|a: evicting .*other programs hold 6.0 GiB of GPU 0")
 
 
-def test_a_card_of_amd_is_watched_by_the_kernels_files(tmp_path: Path) -> None:
+def test_a_card_of_amd_is_watched_by_the_kernels_files(tmp_path):
     sys, _ = plant("radeon", tmp_path / "tree")
     account = Account(sys)
     file = compose(tmp_path)
@@ -148,7 +146,7 @@ def test_a_card_of_amd_is_watched_by_the_kernels_files(tmp_path: Path) -> None:
     with serving(file, "--policy", "eager", state=tmp_path, environ=environ) as mux:
 
         def gpu() -> dict[str, Any]:
-            return mux.get("/healthz")["gpus"]["amd1"]  # type: ignore[no-any-return]
+            return mux.get("/healthz")["gpus"]["amd1"]
 
         assert mux.chat("a")[0] == 200
         engine = engine_pid(tmp_path, "a")

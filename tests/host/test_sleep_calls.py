@@ -1,7 +1,5 @@
 """Engines told to sleep and to wake, over real HTTP, each with its own manners."""
 
-from __future__ import annotations
-
 import errno
 import socket
 from collections.abc import Callable, Iterator
@@ -45,9 +43,7 @@ def awake(make: Make, kind: str, *faults: str) -> SleepyEngine:
 
 
 @pytest.mark.parametrize("kind", SLEEPERS)
-def test_a_sleeping_engine_holds_its_context_alone_says_so_unless_it_is_sglang_and_takes_all_back(
-    make: Make, kind: str
-) -> None:
+def test_a_sleeping_engine_holds_its_context_alone_says_so_unless_it_is_sglang_and_takes_all_back(make, kind):
     engine, tells = awake(make, kind), kind != "sglang"
     assert engine._ledger.used() == 18 * GIB + CONTEXT
     assert engines.is_asleep(backend(kind), engine.url) is (False if tells else None)
@@ -60,7 +56,7 @@ def test_a_sleeping_engine_holds_its_context_alone_says_so_unless_it_is_sglang_a
     engines.probe(backend(kind), engine.url)
 
 
-def test_an_address_that_went_to_another_model_is_not_put_to_sleep(make: Make) -> None:
+def test_an_address_that_went_to_another_model_is_not_put_to_sleep(make):
     engine = awake(make, "vllm")
     engine.model = "other"
     with pytest.raises(BackendError, match="answers for model other, not m"):
@@ -71,7 +67,7 @@ def test_an_address_that_went_to_another_model_is_not_put_to_sleep(make: Make) -
 # vLLM
 
 
-def test_vllm_wakes_from_level_two_by_weights_then_reload_then_cache(make: Make) -> None:
+def test_vllm_wakes_from_level_two_by_weights_then_reload_then_cache(make):
     engine = make("vllm")
     engines.sleep(backend("vllm"), engine.url, 2)
     assert "POST /sleep?level=2&mode=abort" in engine.asked
@@ -87,7 +83,7 @@ def test_vllm_wakes_from_level_two_by_weights_then_reload_then_cache(make: Make)
     assert not engine.garbage
 
 
-def test_vllm_that_is_awake_is_not_woken(make: Make) -> None:
+def test_vllm_that_is_awake_is_not_woken(make):
     engine = make("vllm")
     with pytest.raises(BackendError, match="is awake, nobody knows since when"):
         engines.wake(backend("vllm"), engine.url, 1)
@@ -102,14 +98,14 @@ def test_vllm_that_is_awake_is_not_woken(make: Make) -> None:
         ("wake dies", "POST /wake_up: the connection was closed"),
     ],
 )
-def test_a_wake_that_fails_says_how(make: Make, fault: str, says: str) -> None:
+def test_a_wake_that_fails_says_how(make, fault, says):
     engine = make("vllm", fault)
     engines.sleep(backend("vllm"), engine.url, 1)
     with pytest.raises(BackendError, match=says):
         engines.wake(backend("vllm"), engine.url, 1)
 
 
-def test_a_status_that_is_nonsense_is_no_status(make: Make) -> None:
+def test_a_status_that_is_nonsense_is_no_status(make):
     engine = make("vllm", "status is nonsense")
     with pytest.raises(
         BackendError, match=r"GET /is_sleeping answers nonsense: \{'is_sleeping': 'perhaps'\}"
@@ -125,7 +121,7 @@ def test_a_status_that_is_nonsense_is_no_status(make: Make) -> None:
         ("llamacpp", "POST /models/unload answers 404"),  # it has a model of its own
     ],
 )
-def test_an_engine_without_the_routes_cannot_sleep(make: Make, kind: str, why: str) -> None:
+def test_an_engine_without_the_routes_cannot_sleep(make, kind, why):
     engine = make(kind, "has no sleep routes")
     assert engines.is_asleep(backend(kind), engine.url) is None
     with pytest.raises(BackendError, match=why):
@@ -133,9 +129,7 @@ def test_an_engine_without_the_routes_cannot_sleep(make: Make, kind: str, why: s
 
 
 @pytest.mark.parametrize(("call", "level"), [("sleep", (1,)), ("wake", (1,)), ("probe", ())])
-def test_an_engine_that_hangs_is_given_up(
-    make: Make, call: str, level: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_hangs_is_given_up(make, call, level, monkeypatch):
     engine = make("vllm", "sleep hangs", "wake hangs", "answers nothing")
     if call == "wake":
         engine.asleep = {"weights", "kv_cache"}
@@ -144,7 +138,7 @@ def test_an_engine_that_hangs_is_given_up(
         getattr(engines, call)(backend("vllm"), engine.url, *level)
 
 
-def test_an_engine_that_is_gone_is_said_to_be(make: Make) -> None:
+def test_an_engine_that_is_gone_is_said_to_be(make):
     engine = make("vllm")
     engine.end("killed")
     with pytest.raises(BackendError, match="nothing listens there"):
@@ -159,16 +153,14 @@ def test_an_engine_that_is_gone_is_said_to_be(make: Make) -> None:
         ("sglang", ["hears speech"], "m", "answers 404"),  # and it cannot say whether it sleeps
     ],
 )
-def test_a_refusal_is_no_token_whatever_its_status(
-    make: Make, kind: str, faults: list[str], model: str, why: str
-) -> None:
+def test_a_refusal_is_no_token_whatever_its_status(make, kind, faults, model, why):
     engine = make(kind, *faults)
     engine.model = model
     with pytest.raises(BackendError, match=why):
         engines.probe(backend(kind), engine.url)
 
 
-def test_who_has_no_route_for_a_token_is_believed_when_it_is_well(make: Make) -> None:
+def test_who_has_no_route_for_a_token_is_believed_when_it_is_well(make):
     engine = make("vllm", "hears speech")
     engines.sleep(backend("vllm"), engine.url, 1)
     engines.wake(backend("vllm"), engine.url, 1)
@@ -176,9 +168,7 @@ def test_who_has_no_route_for_a_token_is_believed_when_it_is_well(make: Make) ->
     assert engine.asked[-1] == "GET /health"
 
 
-def test_an_engine_that_cannot_be_asked_for_want_of_files_is_not_one_that_refuses(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_cannot_be_asked_for_want_of_files_is_not_one_that_refuses(make, monkeypatch):
     engine = make("vllm")
 
     def none_left(*_: object) -> socket.socket:
@@ -193,14 +183,14 @@ def test_an_engine_that_cannot_be_asked_for_want_of_files_is_not_one_that_refuse
 # SGLang
 
 
-def test_sglang_generates_no_token_when_it_is_put_to_sleep_or_asked_whether_it_is_there(make: Make) -> None:
+def test_sglang_generates_no_token_when_it_is_put_to_sleep_or_asked_whether_it_is_there(make):
     engine = make("sglang")
     engines.sleep(backend("sglang"), engine.url, 1)
     assert answers(backend("sglang"), engine.url, 5.0)
     assert "GET /health" not in engine.asked
 
 
-def test_sglang_is_idle_before_it_releases(make: Make) -> None:
+def test_sglang_is_idle_before_it_releases(make):
     engine = make("sglang")
     engine.busy = 2
     engines.sleep(backend("sglang"), engine.url, 1)
@@ -209,9 +199,7 @@ def test_sglang_is_idle_before_it_releases(make: Make) -> None:
     assert engine.how is None
 
 
-def test_sglang_that_does_not_become_idle_is_not_told_to_release(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sglang_that_does_not_become_idle_is_not_told_to_release(make, monkeypatch):
     engine = make("sglang", "ignores abort")
     engine.busy = 1
     monkeypatch.setattr(engines, "IDLE_TIMEOUT", 0.2)
@@ -223,13 +211,13 @@ def test_sglang_that_does_not_become_idle_is_not_told_to_release(
 # Ollama and llama.cpp
 
 
-def test_ollama_is_told_which_model_to_let_go(make: Make) -> None:
+def test_ollama_is_told_which_model_to_let_go(make):
     engine = awake(make, "ollama")
     engines.sleep(backend("ollama"), engine.url, 1)
     assert engine.asked == ["POST /api/generate", "GET /api/ps"]
 
 
-def test_a_model_of_ollama_that_makes_embeddings_is_loaded_by_an_empty_one(make: Make) -> None:
+def test_a_model_of_ollama_that_makes_embeddings_is_loaded_by_an_empty_one(make):
     engine = awake(make, "ollama", "makes embeddings")
     engines.sleep(backend("ollama"), engine.url, 1)
     engines.wake(backend("ollama"), engine.url, 1)
@@ -237,7 +225,7 @@ def test_a_model_of_ollama_that_makes_embeddings_is_loaded_by_an_empty_one(make:
     engines.probe(backend("ollama"), engine.url)
 
 
-def test_a_llama_server_that_unloaded_by_itself_is_asleep_already(make: Make) -> None:
+def test_a_llama_server_that_unloaded_by_itself_is_asleep_already(make):
     engine = make("llamacpp")
     engines.sleep(backend("llamacpp"), engine.url, 1)
     assert "POST /models/unload" not in engine.asked

@@ -1,7 +1,5 @@
 """A running anvil-mux whose models sleep: the demo's engines, real processes and sockets."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -54,9 +52,7 @@ def process_state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_two_models_on_one_gpu_take_turns_by_sleeping_and_one_that_is_killed_is_started_anew(
-    tmp_path: Path,
-) -> None:
+def test_two_models_on_one_gpu_take_turns_by_sleeping_and_one_that_is_killed_is_started_anew(tmp_path):
     with serving(compose(tmp_path, a=("0", "sleep"), b=("0", "sleep")), state=tmp_path) as mux:
         assert says(mux, "a").startswith("This is a.")
         assert says(mux, "b").startswith("This is b.")
@@ -73,7 +69,7 @@ def test_two_models_on_one_gpu_take_turns_by_sleeping_and_one_that_is_killed_is_
     assert any("standby (sleep)" in line for line in mux.output), mux.output
 
 
-def test_a_kill_costs_neither_the_resident_nor_who_is_in_standby_a_cold_start(tmp_path: Path) -> None:
+def test_a_kill_costs_neither_the_resident_nor_who_is_in_standby_a_cold_start(tmp_path):
     levels = {"s": "sleep", "d": "sleep-2", "f": "freeze"}
     models = {
         f"{name}{n}": (str(gpu), level) for gpu, (name, level) in enumerate(levels.items()) for n in "12"
@@ -100,8 +96,8 @@ def test_a_kill_costs_neither_the_resident_nor_who_is_in_standby_a_cold_start(tm
 
 
 def test_who_is_found_asleep_without_a_note_has_its_weights_read_again_and_who_is_found_frozen_goes_on(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     file = compose(tmp_path, a=("0", "sleep"), b=("1", "sleep"))
     first = serve(file, "--on-exit", "keep", state=tmp_path)
     try:

@@ -1,7 +1,5 @@
 """Processes whose parent is ours, or a program that outlives us."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -43,26 +41,26 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_it_runs_in_its_folder_with_its_environment_and_prints_to_its_log(starter: Starter, tmp_path: Path):
+def test_it_runs_in_its_folder_with_its_environment_and_prints_to_its_log(starter, tmp_path):
     child = start(starter, tmp_path, 'echo "$PWD $GREETING"; echo bad >&2; cat')
     assert child.code(PATIENCE) == 0
     assert (tmp_path / "log").read_bytes() == f"{tmp_path} ".encode() + b"h\xe9\nbad\n"
 
 
-def test_its_exit_code_is_told_again_and_again(starter: Starter, tmp_path: Path):
+def test_its_exit_code_is_told_again_and_again(starter, tmp_path):
     child = start(starter, tmp_path, "exit 3")
     assert [child.code(PATIENCE), child.code()] == [3, 3]
     assert start(starter, tmp_path, "kill -9 $$").code(PATIENCE) == -signal.SIGKILL
 
 
-def test_one_that_ends_after_it_was_left_is_no_zombie(tmp_path: Path):
+def test_one_that_ends_after_it_was_left_is_no_zombie(tmp_path):
     child = start(OwnChildren(), tmp_path, "exec sleep 1000")
     child.leave()
     os.kill(child.pid, signal.SIGKILL)
     assert seen(lambda: not Path(f"/proc/{child.pid}").exists(), bool)
 
 
-def test_one_that_runs_has_none_and_leads_a_session_of_its_own(starter: Starter, tmp_path: Path):
+def test_one_that_runs_has_none_and_leads_a_session_of_its_own(starter, tmp_path):
     child = start(starter, tmp_path, "exec sleep 1000")
     assert child.code() is None
     assert os.getsid(child.pid) == child.pid
@@ -70,13 +68,13 @@ def test_one_that_runs_has_none_and_leads_a_session_of_its_own(starter: Starter,
     assert child.code(PATIENCE) == -signal.SIGKILL
 
 
-def test_a_program_that_is_missing_is_an_error_of_the_system(starter: Starter, tmp_path: Path):
+def test_a_program_that_is_missing_is_an_error_of_the_system(starter, tmp_path):
     with pytest.raises(FileNotFoundError, match="no-such-engine"):
         starter.start(["no-such-engine"], cwd=str(tmp_path), env=ENV, log=tmp_path / "log")
     assert start(starter, tmp_path, "exit 4").code(PATIENCE) == 4
 
 
-def test_one_that_is_left_runs_on(starter: Starter, tmp_path: Path):
+def test_one_that_is_left_runs_on(starter, tmp_path):
     child = start(starter, tmp_path, "exec sleep 1000")
     child.leave()
     starter.close()
@@ -85,7 +83,7 @@ def test_one_that_is_left_runs_on(starter: Starter, tmp_path: Path):
     gone(child.pid)
 
 
-def test_detached_ones_are_no_children_of_ours_and_have_one_parent(detached: Detached, tmp_path: Path):
+def test_detached_ones_are_no_children_of_ours_and_have_one_parent(detached, tmp_path):
     children = [start(detached, tmp_path, "exec sleep 1000") for _ in range(2)]
     [program] = {parent(each.pid) for each in children}
     assert os.getpid() not in (program, parent(program))
@@ -94,9 +92,7 @@ def test_detached_ones_are_no_children_of_ours_and_have_one_parent(detached: Det
         assert each.code(PATIENCE) == -signal.SIGKILL
 
 
-def test_where_the_program_is_lost_processes_run_on_and_another_starts_the_next(
-    detached: Detached, tmp_path: Path
-):
+def test_where_the_program_is_lost_processes_run_on_and_another_starts_the_next(detached, tmp_path):
     child = start(detached, tmp_path, "exec sleep 1000")
     program = parent(child.pid)
     os.kill(program, signal.SIGKILL)
@@ -128,7 +124,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_their_starter_was_burdened_with_is_taken_off_and_its_end_is_not_theirs(tmp_path: Path):
+def test_what_their_starter_was_burdened_with_is_taken_off_and_its_end_is_not_theirs(tmp_path):
     program = BURDENED.format(root=str(ROOT), script="exec sleep 1000", folder=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=False)
     assert done.returncode == -signal.SIGKILL

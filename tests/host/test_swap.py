@@ -1,7 +1,5 @@
 """Loads and evictions through a runtime that notes what is asked of it, with a real engine's HTTP."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -93,7 +91,7 @@ def healthy() -> Iterator[Stub]:
         yield stub
 
 
-def test_a_load_starts_the_service_and_waits_until_it_answers(healthy: Stub):
+def test_a_load_starts_the_service_and_waits_until_it_answers(healthy):
     runtime = Notes(healthy.url)
     assert Swapper(runtime).load(BACKEND, "stop") == Loaded(healthy.url, "stop")
     assert runtime.calls == ["start"]
@@ -126,7 +124,7 @@ class PortsTaken(Notes):
         return True
 
 
-def test_a_service_whose_port_somebody_took_gets_another_one(healthy: Stub):
+def test_a_service_whose_port_somebody_took_gets_another_one(healthy):
     runtime = PortsTaken(healthy.url, 1)
     assert Swapper(runtime).load(BACKEND, "stop") == Loaded(healthy.url, "stop")
     assert runtime.calls == ["start", "start"]
@@ -154,9 +152,7 @@ def test_a_service_that_loses_its_port_twice_has_failed():
         ({"start": NotBegun("no dockerd"), "stop": BackendError("no")}, "^no dockerd$", False, ["start"]),
     ],
 )
-def test_a_start_that_fails_is_a_load_error_after_the_clean_up(
-    fails: dict[str, Exception], why: str, log: bool, calls: list[str]
-):
+def test_a_start_that_fails_is_a_load_error_after_the_clean_up(fails, why, log, calls):
     runtime = Notes()
     runtime.fails = fails
     with pytest.raises(LoadError, match=why) as caught:
@@ -166,7 +162,7 @@ def test_a_start_that_fails_is_a_load_error_after_the_clean_up(
 
 
 @pytest.mark.parametrize(("is_cancelled", "why"), [(False, "no image"), (True, "was cancelled")])
-def test_a_clean_up_that_fails_says_that_the_gpus_may_be_held(is_cancelled: bool, why: str):
+def test_a_clean_up_that_fails_says_that_the_gpus_may_be_held(is_cancelled, why):
     runtime = Notes()
     no = BackendError("cannot be stopped")
     runtime.fails = {"start": LoadError("no image"), "stop": no, "kill": no}
@@ -193,7 +189,7 @@ def test_a_load_that_is_cancelled_while_its_engine_is_not_ready_is_cleaned_up_an
     assert (runtime.calls, len(pauses)) == (["start", "stop"], 3)
 
 
-def test_the_cancel_of_one_load_is_none_of_another_whichever_number_is_greater(healthy: Stub):
+def test_the_cancel_of_one_load_is_none_of_another_whichever_number_is_greater(healthy):
     swapper = Swapper(Notes(healthy.url))
     swapper.load(BACKEND, "stop", 7)
     swapper.cancel(BACKEND, 7)  # too late
@@ -212,7 +208,7 @@ class CancelledMeanwhile(Notes):
 
 
 def test_a_start_under_way_may_finish_and_an_engine_that_is_ready_when_its_load_is_cancelled_is_loaded(
-    healthy: Stub,
+    healthy,
 ):
     gone = CancelledMeanwhile()
     gone.swapper = Swapper(gone)
@@ -261,9 +257,7 @@ def test_what_is_stopped_while_it_wakes_is_not_started_anew():
 
 
 @pytest.mark.parametrize("end", [Swapper.evict, Swapper.stop])
-def test_a_llama_server_is_stopped_once_it_has_noticed_that_its_clients_left(
-    end: Callable[[Swapper, Backend], object], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_llama_server_is_stopped_once_it_has_noticed_that_its_clients_left(end, monkeypatch):
     monkeypatch.setattr(engines, "NOTICE_PAUSES", (0.0,) * 3)
     busy, idle = [{"id": 0, "is_processing": True}], [{"id": 0, "is_processing": False}]
 
@@ -282,7 +276,7 @@ def test_a_llama_server_is_stopped_once_it_has_noticed_that_its_clients_left(
     assert stub.seen == ["GET /slots"] * 3 + ["stop"]
 
 
-def test_one_that_does_not_notice_is_stopped_all_the_same(monkeypatch: pytest.MonkeyPatch):
+def test_one_that_does_not_notice_is_stopped_all_the_same(monkeypatch):
     monkeypatch.setattr(engines, "NOTICE_PAUSES", (0.0,) * 3)
     with engine(**{"GET_/slots": (200, [{"id": 0, "is_processing": True}])}) as stub:
         runtime = Notes(stub.url)
@@ -292,9 +286,7 @@ def test_one_that_does_not_notice_is_stopped_all_the_same(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("how", ["stop", "freeze"])
-def test_of_an_engine_that_had_ended_before_its_eviction_it_is_said_how(
-    how: str, caplog: pytest.LogCaptureFixture
-):
+def test_of_an_engine_that_had_ended_before_its_eviction_it_is_said_how(how, caplog):
     runtime = Notes()
     runtime.how = "exited with code 139"
     evicted = Swapper(runtime).evict(BACKEND, how)
@@ -302,9 +294,7 @@ def test_of_an_engine_that_had_ended_before_its_eviction_it_is_said_how(
     assert caplog.text == ""
 
 
-def test_an_engine_that_ends_while_it_is_told_to_rest_is_not_blamed_for_that(
-    caplog: pytest.LogCaptureFixture,
-):
+def test_an_engine_that_ends_while_it_is_told_to_rest_is_not_blamed_for_that(caplog):
     """Docker may know of an end a moment after it happened."""
 
     class Frozen(Notes):
@@ -317,7 +307,7 @@ def test_an_engine_that_ends_while_it_is_told_to_rest_is_not_blamed_for_that(
 
 
 @pytest.mark.parametrize("error", [BackendError("stuck"), OSError("stuck")])
-def test_an_eviction_stops_the_service_and_one_that_fails_is_a_backend_error(error: Exception):
+def test_an_eviction_stops_the_service_and_one_that_fails_is_a_backend_error(error):
     runtime = Notes()
     assert Swapper(runtime).evict(BACKEND, "stop") == Evicted("stop")
     runtime.fails = {"stop": error, "kill": error}
@@ -339,7 +329,7 @@ def test_the_standby_levels_are_those_of_the_configuration():
     assert tuple(LEVELS) == config.WAYS
 
 
-def test_another_way_has_the_same_guarantee(healthy: Stub):
+def test_another_way_has_the_same_guarantee(healthy):
     class Nap(Stop):
         def load(self, backend: Backend) -> str:
             raise TimeoutError("did not wake")

@@ -1,7 +1,5 @@
 """The weights that an engine will read are found by what its service says, and nothing else is."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence
@@ -39,7 +37,7 @@ def found(
     return [str(each.relative_to(folder.resolve())) for each in weights_of(backend, mounted)]
 
 
-def test_a_gguf_file_with_all_its_parts_and_what_goes_with_it(tmp_path: Path) -> None:
+def test_a_gguf_file_with_all_its_parts_and_what_goes_with_it(tmp_path):
     parts = [f"big-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
     put(tmp_path, *parts, "eyes.gguf", "one.gguf", "two.gguf", "other.gguf")
     command = ["llama-server", "-m", f"/m/{parts[0]}", "--mmproj=/m/eyes.gguf"]
@@ -51,14 +49,14 @@ def test_a_gguf_file_with_all_its_parts_and_what_goes_with_it(tmp_path: Path) ->
     ]
 
 
-def test_a_script_and_a_variable_name_files_too(tmp_path: Path) -> None:
+def test_a_script_and_a_variable_name_files_too(tmp_path):
     put(tmp_path, "a.gguf", "b.gguf")
     script = ["sh", "-c", "exec llama-server -m '/m/a.gguf' --port $PORT"]
     assert found(tmp_path, script, environment=(("LLAMA_ARG_MODEL", "/m/b.gguf"),)) == ["a.gguf", "b.gguf"]
     assert found(tmp_path, ["sh", "-c", "it's -m /m/a.gguf"]) == []
 
 
-def test_the_folder_of_a_model_has_what_its_index_lists(tmp_path: Path) -> None:
+def test_the_folder_of_a_model_has_what_its_index_lists(tmp_path):
     put(tmp_path, "llm/config.json", "llm/model-1.safetensors", "llm/model-2.safetensors", "llm/x.bin")
     serve = ["vllm", "serve", "/m/llm"]
     assert found(tmp_path, serve) == ["llm/model-1.safetensors", "llm/model-2.safetensors"]
@@ -67,9 +65,7 @@ def test_the_folder_of_a_model_has_what_its_index_lists(tmp_path: Path) -> None:
     assert found(tmp_path, serve) == ["llm/model-2.safetensors"]
 
 
-def test_weights_that_are_there_twice_are_read_once_and_a_folder_of_many_models_is_no_model(
-    tmp_path: Path,
-) -> None:
+def test_weights_that_are_there_twice_are_read_once_and_a_folder_of_many_models_is_no_model(tmp_path):
     put(tmp_path, "llm/config.json", "llm/consolidated.safetensors", "llm/model.safetensors", "a.gguf")
     assert found(tmp_path, ["--model=/m/llm"]) == ["llm/model.safetensors"]
     assert found(tmp_path, ["llama-server", "--models-dir", "/m"]) == []
@@ -87,7 +83,7 @@ def repository(hub: Path, name: str, *files: str, revision: str = "main", commit
 
 
 @pytest.mark.parametrize("below", ["", "hub", "huggingface/hub"])
-def test_a_repository_is_found_in_a_mounted_cache(tmp_path: Path, below: str) -> None:
+def test_a_repository_is_found_in_a_mounted_cache(tmp_path, below):
     repository(tmp_path / below, "org/llm", "config.json", "model.safetensors")
     repository(tmp_path / below, "org/other", "config.json", "model.safetensors")
     blob = str(Path(below, "models--org--llm/blobs/abc1"))
@@ -95,14 +91,14 @@ def test_a_repository_is_found_in_a_mounted_cache(tmp_path: Path, below: str) ->
     assert found(tmp_path, ["--model", "org/none"]) == []
 
 
-def test_the_revision_that_is_asked_for(tmp_path: Path) -> None:
+def test_the_revision_that_is_asked_for(tmp_path):
     repository(tmp_path, "org/llm", "config.json", "model.safetensors")
     repository(tmp_path, "org/llm", "config.json", "model.safetensors", revision="v2", commit="def")
     assert found(tmp_path, ["--model", "org/llm", "--revision", "v2"]) == ["models--org--llm/blobs/def1"]
     assert found(tmp_path, ["--model", "org/llm", "--revision=abc"]) == ["models--org--llm/blobs/abc1"]
 
 
-def test_variables_say_where_the_cache_is(tmp_path: Path) -> None:
+def test_variables_say_where_the_cache_is(tmp_path):
     repository(tmp_path / "x" / "hub", "org/llm", "config.json", "model.safetensors")
     blob = ["x/hub/models--org--llm/blobs/abc1"]
     command = ["--model", "org/llm"]
@@ -112,19 +108,19 @@ def test_variables_say_where_the_cache_is(tmp_path: Path) -> None:
     assert found(tmp_path, command, environment=(("HF_HOME", "/elsewhere/x"),)) == []
 
 
-def test_a_quantization_of_a_repository(tmp_path: Path) -> None:
+def test_a_quantization_of_a_repository(tmp_path):
     repository(tmp_path, "org/llm", "llm-Q4_K_M.gguf", "llm-Q8_0.gguf")
     assert found(tmp_path, ["-hf", "org/llm"]) == ["models--org--llm/blobs/abc0"]
     assert found(tmp_path, ["-hf", "org/llm:q8_0"]) == ["models--org--llm/blobs/abc1"]
 
 
-def test_the_cache_of_llama_cpp(tmp_path: Path) -> None:
+def test_the_cache_of_llama_cpp(tmp_path):
     put(tmp_path, "llama.cpp/org_llm_llm-Q4_K_M.gguf", "llama.cpp/org_llm_llm-Q8_0.gguf")
     assert found(tmp_path, ["-hf", "org/llm:Q8_0"]) == ["llama.cpp/org_llm_llm-Q8_0.gguf"]
 
 
 @pytest.mark.parametrize("below", ["", "models"])
-def test_the_manifest_of_a_model_in_the_store_of_ollama(tmp_path: Path, below: str) -> None:
+def test_the_manifest_of_a_model_in_the_store_of_ollama(tmp_path, below):
     layers = [
         {"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:1"},
         {"mediaType": "application/vnd.ollama.image.license", "digest": "sha256:2"},
@@ -139,7 +135,7 @@ def test_the_manifest_of_a_model_in_the_store_of_ollama(tmp_path: Path, below: s
     assert found(tmp_path, ["ollama", "serve"]) == []
 
 
-def test_the_names_of_ollama(tmp_path: Path) -> None:
+def test_the_names_of_ollama(tmp_path):
     layers = {"layers": [{"mediaType": "x.model", "digest": "sha256:1"}]}
     put(tmp_path, "blobs/sha256-1")
     for place in ("registry.ollama.ai/me/chat/7b", "hf.co/org/chat/q8"):
@@ -150,7 +146,7 @@ def test_the_names_of_ollama(tmp_path: Path) -> None:
         assert bool(weights_of(backend)) == has, model
 
 
-def test_a_link_out_of_what_is_mounted_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_out_of_what_is_mounted_is_not_followed(tmp_path):
     put(tmp_path, "in/real.gguf", "out/secret.gguf")
     (tmp_path / "in" / "near.gguf").symlink_to("real.gguf")
     (tmp_path / "in" / "far.gguf").symlink_to("../out/secret.gguf")
@@ -160,28 +156,26 @@ def test_a_link_out_of_what_is_mounted_is_not_followed(tmp_path: Path) -> None:
     assert found(tmp_path, ["-m", "/m/near.gguf"], inside) == ["in/real.gguf"]
 
 
-def test_a_volume_is_where_the_container_has_it(tmp_path: Path) -> None:
+def test_a_volume_is_where_the_container_has_it(tmp_path):
     put(tmp_path, "a.gguf")
     volume = (("/m", ""),)
     assert found(tmp_path, ["-m", "/m/a.gguf"], volume) == []
     assert found(tmp_path, ["-m", "/m/a.gguf"], volume, mounted=(("/m", str(tmp_path)),)) == ["a.gguf"]
 
 
-def test_a_process_names_paths_of_this_machine(tmp_path: Path) -> None:
+def test_a_process_names_paths_of_this_machine(tmp_path):
     put(tmp_path, "a.gguf", "b.gguf")
     words = ["llama-server", "-m", "a.gguf", "-md", str(tmp_path / "b.gguf")]
     assert found(tmp_path, words, mounts_of_process(str(tmp_path))) == ["a.gguf", "b.gguf"]
 
 
-def test_what_is_no_file_is_left_out(tmp_path: Path) -> None:
+def test_what_is_no_file_is_left_out(tmp_path):
     (tmp_path / "a.gguf").mkdir()
     assert found(tmp_path, ["-m", "/m/a.gguf", "/m/gone.gguf", "/m/" + "x" * 5000 + ".gguf", "\0.gguf"]) == []
 
 
 @pytest.mark.parametrize("commit", ["/", "../../..", "pipe"])
-def test_what_an_engine_may_have_put_into_its_cache_leads_nowhere_and_keeps_nobody_waiting(
-    tmp_path: Path, commit: str
-) -> None:
+def test_what_an_engine_may_have_put_into_its_cache_leads_nowhere_and_keeps_nobody_waiting(tmp_path, commit):
     repository = tmp_path / "hub" / "models--Org--Model"
     put(tmp_path, "other.gguf")
     put(repository, "refs/x", "snapshots/main/model-Q4_K_M.gguf")

@@ -1,7 +1,5 @@
 """llama-swap's files in, compose files out: each key, what has no counterpart, and what is wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -56,7 +54,7 @@ def problems(folder: Path, text: str) -> list[str]:
 # Commands
 
 
-def test_a_model_becomes_a_process_that_is_given_its_port(tmp_path: Path) -> None:
+def test_a_model_becomes_a_process_that_is_given_its_port(tmp_path):
     config = checked(tmp_path, "models: {m: {cmd: 'llama-server --port ${PORT} -m m.gguf'}}")
     [backend] = config.backends
     assert config.runtime == "process"
@@ -64,7 +62,7 @@ def test_a_model_becomes_a_process_that_is_given_its_port(tmp_path: Path) -> Non
     assert (backend.engine, backend.gpus, backend.port) == ("llamacpp", ("0",), None)
 
 
-def test_a_command_is_split_as_llama_swap_splits_it() -> None:
+def test_a_command_is_split_as_llama_swap_splits_it():
     command = "# all of this\n/bin/server --port 1 \\\n  # not this\n  --name 'a b'\n -c 'x\ny'"
     assert swap_models.command_words(command) == ["/bin/server", "--port", "1", "--name", "a b", "-c", "x\ny"]
 
@@ -79,23 +77,23 @@ models:
 """
 
 
-def test_macros_of_the_model_win_and_variables_stay_variables(tmp_path: Path) -> None:
+def test_macros_of_the_model_win_and_variables_stay_variables(tmp_path):
     [backend] = checked(tmp_path, MACROS, MODELS="/srv").backends
     assert backend.service.command[3:] == ("-c", "16", "-m", "/srv/gguf/a.gguf")
     assert backend.ttl == 60.0
 
 
-def test_a_variable_has_to_be_set_as_llama_swap_wants_it(tmp_path: Path) -> None:
+def test_a_variable_has_to_be_set_as_llama_swap_wants_it(tmp_path):
     with pytest.raises(ConfigError, match=r"the variable MODELS must be set"):
         checked(tmp_path, MACROS)
 
 
-def test_what_a_comment_names_is_no_macro(tmp_path: Path) -> None:
+def test_what_a_comment_names_is_no_macro(tmp_path):
     text = 'macros: {a: "x\\n--y"}\nmodels: {m: {cmd: "# ${a} ${gone}\\nserver ${PORT}"}}'
     assert translated(tmp_path, text).services["m"]["command"] == ["server", "$$PORT"]
 
 
-def test_a_dollar_of_a_script_stays_one(tmp_path: Path) -> None:
+def test_a_dollar_of_a_script_stays_one(tmp_path):
     text = """models: {m: {cmd: "bash -c 'echo $HOME $(date); exec s --port ${PORT}0'", env: [A=1$2]}}"""
     [backend] = checked(tmp_path, text).backends
     assert backend.service.command[2] == "echo $HOME $(date); exec s --port ${PORT}0"
@@ -122,14 +120,14 @@ def test_a_dollar_of_a_script_stays_one(tmp_path: Path) -> None:
         ("models: {m: {cmd: s}}\nselectors: {x: y}", "config.yaml:2: selectors: must hold a name and keys"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_place(tmp_path: Path, text: str, problem: str) -> None:
+def test_what_is_wrong_is_told_with_its_place(tmp_path, text, problem):
     assert any(problem in found for found in problems(tmp_path, text)), problems(tmp_path, text)
 
 
 # Keys of models
 
 
-def test_an_id_that_is_no_name_of_a_service_stays_the_model(tmp_path: Path) -> None:
+def test_an_id_that_is_no_name_of_a_service_stays_the_model(tmp_path):
     text = "models: {'q/w:8b': {cmd: 's ${PORT}'}, 'q/w 8b': {cmd: 's ${PORT}'}}"
     config = checked(tmp_path, text)
     assert [(each.name, each.model) for each in config.backends] == [
@@ -168,18 +166,18 @@ def test_an_id_that_is_no_name_of_a_service_stays_the_model(tmp_path: Path) -> N
         ("checkEndpoint: /health", "", {}),
     ],
 )
-def test_a_key_becomes_a_setting(tmp_path: Path, keys: str, top: str, expected: dict[str, Any]) -> None:
+def test_a_key_becomes_a_setting(tmp_path, keys, top, expected):
     assert settings(tmp_path, keys, top) == {"gpus": "all", **expected}
 
 
-def test_variables_of_the_environment_say_on_which_gpu(tmp_path: Path) -> None:
+def test_variables_of_the_environment_say_on_which_gpu(tmp_path):
     text = """models:
   a: {cmd: 's ${PORT}', env: [CUDA_VISIBLE_DEVICES=1]}
   b: {cmd: 's ${PORT}', env: ["CUDA_VISIBLE_DEVICES=0,1"]}"""
     assert [backend.gpus for backend in checked(tmp_path, text).backends] == [("1",), ("0", "1")]
 
 
-def test_parameters_of_a_name_become_a_preset(tmp_path: Path) -> None:
+def test_parameters_of_a_name_become_a_preset(tmp_path):
     keys = "filters: {setParams: {a: 1}, setParamsByID: {'${MODEL_ID}': {b: 2}, 'm:high': {c: 3}}}"
     found = settings(tmp_path, keys)
     assert (found["set"], found["presets"]) == ({"a": 1, "b": 2}, {"m:high": {"set": {"c": 3}}})
@@ -202,7 +200,7 @@ NO_COUNTERPART = [
 
 
 @pytest.mark.parametrize("keys", NO_COUNTERPART)
-def test_what_has_no_counterpart_is_a_note_above_its_service(tmp_path: Path, keys: str) -> None:
+def test_what_has_no_counterpart_is_a_note_above_its_service(tmp_path, keys):
     made = translated(tmp_path, f"models: {{m: {{cmd: 's ${{PORT}}', {keys}}}}}")
     [note] = made.notes
     assert (note.service, note.about) == ("m", keys.partition(":")[0])
@@ -212,18 +210,18 @@ def test_what_has_no_counterpart_is_a_note_above_its_service(tmp_path: Path, key
 
 
 @pytest.mark.parametrize("key", sorted(llama_swap.TOP_NOTES))
-def test_what_has_no_counterpart_in_the_whole_is_a_note_at_the_top(tmp_path: Path, key: str) -> None:
+def test_what_has_no_counterpart_in_the_whole_is_a_note_at_the_top(tmp_path, key):
     made = translated(tmp_path, f"{key}: {{a: 1}}\nmodels: {{m: {{cmd: 's ${{PORT}}'}}}}")
     assert notes(made) == [f"{key}: {llama_swap.TOP_NOTES[key]}"]
 
 
-def test_keys_of_the_api_are_not_copied(tmp_path: Path) -> None:
+def test_keys_of_the_api_are_not_copied(tmp_path):
     made = translated(tmp_path, "apiKeys: [sk-secret]\nmodels: {m: {cmd: 's ${PORT}'}}")
     assert "sk-secret" not in made.text()
     assert notes(made)[0].startswith("apiKeys: 1 keys are not written here")
 
 
-def test_models_that_are_loaded_at_the_start_are_preloaded(tmp_path: Path) -> None:
+def test_models_that_are_loaded_at_the_start_are_preloaded(tmp_path):
     text = """hooks: {on_startup: {preload: [a, gone]}}
 models: {m: {cmd: 's ${PORT}', aliases: [a]}, n: {cmd: 's ${PORT}'}}"""
     made = translated(tmp_path, text)
@@ -231,7 +229,7 @@ models: {m: {cmd: 's ${PORT}', aliases: [a]}, n: {cmd: 's ${PORT}'}}"""
     assert notes(made) == ["hooks.on_startup.preload: gone is no model of the file."]
 
 
-def test_priorities_are_kept_within_what_there_is(tmp_path: Path) -> None:
+def test_priorities_are_kept_within_what_there_is(tmp_path):
     text = """routing: {scheduler: {settings: {fifo: {priority: {m: 7, n: 500}}}}}
 models: {m: {cmd: 's ${PORT}'}, n: {cmd: 's ${PORT}'}}"""
     made = translated(tmp_path, text)
@@ -239,7 +237,7 @@ models: {m: {cmd: 's ${PORT}'}, n: {cmd: 's ${PORT}'}}"""
     assert "n: 500 becomes 100" in notes(made)[0]
 
 
-def test_a_load_that_takes_longer_than_requests_wait_makes_them_wait(tmp_path: Path) -> None:
+def test_a_load_that_takes_longer_than_requests_wait_makes_them_wait(tmp_path):
     made = translated(tmp_path, "healthCheckTimeout: 900\nmodels: {m: {cmd: 's ${PORT}'}}")
     assert made.settings["queue_timeout"] == 900
 
@@ -252,7 +250,7 @@ SELECTORS = """selectors:
 models: {m: {cmd: 's ${PORT}'}, n: {cmd: 's ${PORT}'}}"""
 
 
-def test_a_selector_becomes_a_name(tmp_path: Path) -> None:
+def test_a_selector_becomes_a_name(tmp_path):
     made = translated(tmp_path, SELECTORS)
     assert made.services["m"]["x-anvil"]["aliases"] == ["first"]
     assert made.settings["any_of"] == {"warm": ["n", "m"]}
@@ -272,7 +270,7 @@ PEERS = """peers:
 models: {m: {cmd: 's ${PORT}'}}"""
 
 
-def test_a_peers_models_become_services_elsewhere(tmp_path: Path) -> None:
+def test_a_peers_models_become_services_elsewhere(tmp_path):
     made = translated(tmp_path, PEERS)
     assert made.services["cloud-org-big"]["x-anvil"] == {
         "model": "cloud/org/big",
@@ -293,7 +291,7 @@ def test_a_peers_models_become_services_elsewhere(tmp_path: Path) -> None:
 # Containers
 
 
-def test_models_that_are_all_containers_become_services_of_compose(tmp_path: Path) -> None:
+def test_models_that_are_all_containers_become_services_of_compose(tmp_path):
     text = """startPort: 9100
 models:
   a:
@@ -324,7 +322,7 @@ models:
     ]
 
 
-def test_an_option_without_a_counterpart_keeps_the_command_a_process(tmp_path: Path) -> None:
+def test_an_option_without_a_counterpart_keeps_the_command_a_process(tmp_path):
     text = "models: {a: {cmd: 'docker run --dns 10.0.0.1 -p ${PORT}:80 img'}}"
     made = translated(tmp_path, text)
     assert made.settings["runtime"] == "process"
@@ -332,12 +330,12 @@ def test_an_option_without_a_counterpart_keeps_the_command_a_process(tmp_path: P
     assert "--dns has no counterpart" in made.notes[0].text
 
 
-def test_the_engine_of_a_container_that_stays_a_process_is_that_of_its_image(tmp_path: Path) -> None:
+def test_the_engine_of_a_container_that_stays_a_process_is_that_of_its_image(tmp_path):
     text = "models: {a: {cmd: 'docker run --dns x -p ${PORT}:80 ghcr.io/ggml-org/llama.cpp:server'}}"
     assert translated(tmp_path, text).services["a"]["x-anvil"]["engine"] == "llamacpp"
 
 
-def test_containers_beside_processes_stay_processes(tmp_path: Path) -> None:
+def test_containers_beside_processes_stay_processes(tmp_path):
     text = """models:
   a: {cmd: 'docker run -p ${PORT}:80 img', cmdStop: docker stop a}
   b: {cmd: 's ${PORT}'}"""
@@ -370,7 +368,7 @@ def test_containers_beside_processes_stay_processes(tmp_path: Path) -> None:
         ("--init=false --privileged", {"privileged": True}),
     ],
 )
-def test_options_of_docker_run(words: str, expected: dict[str, Any]) -> None:
+def test_options_of_docker_run(words, expected):
     made = swap_models.read_container(["docker", "run", *words.split(), "img"])
     assert (made.service, made.unknown) == ({"image": "img", **expected}, [])
 
@@ -405,9 +403,7 @@ NVIDIA = {"driver": "nvidia", "capabilities": ["gpu"]}
         ),
     ],
 )
-def test_gpus_of_docker_run_are_those_that_docker_reads(
-    words: list[str], expected: dict[str, Any], gpus: list[str]
-) -> None:
+def test_gpus_of_docker_run_are_those_that_docker_reads(words, expected, gpus):
     made = swap_models.read_container(["docker", "run", "--gpus", *words, "img"])
     assert made.service["deploy"]["resources"]["reservations"]["devices"] == [expected]
     assert (made.gpus, made.reserves, made.unknown) == (gpus, True, [])
@@ -416,7 +412,7 @@ def test_gpus_of_docker_run_are_those_that_docker_reads(
 @pytest.mark.parametrize(
     "words", ["--gpus two", "--gpus device=0,1", "--gpus size=1", "--ulimit nofile=many"]
 )
-def test_what_docker_would_refuse_is_an_option_without_a_counterpart(words: str) -> None:
+def test_what_docker_would_refuse_is_an_option_without_a_counterpart(words):
     assert swap_models.read_container(["docker", "run", *words.split(), "img"]).unknown == [words]
 
 
@@ -441,7 +437,7 @@ GROUPS = """
 @pytest.mark.parametrize(
     "text", [f"groups:{GROUPS}", f"routing: {{router: {{settings: {{groups: {{{GROUPS}}}}}}}}}"]
 )
-def test_members_of_a_group_take_turns_as_it_says(tmp_path: Path, text: str) -> None:
+def test_members_of_a_group_take_turns_as_it_says(tmp_path, text):
     flow = text.replace("\n  forever", ",\n  forever").replace("\n  small", ",\n  small")
     made = translated(tmp_path, models("a", "b", "c", "d", "e", "f") + (flow if "routing" in text else text))
     assert gpus(made) == {
@@ -455,7 +451,7 @@ def test_members_of_a_group_take_turns_as_it_says(tmp_path: Path, text: str) -> 
     assert "only names" in made.notes[-1].text
 
 
-def test_exclusive_groups_take_turns_and_models_in_no_group_with_them(tmp_path: Path) -> None:
+def test_exclusive_groups_take_turns_and_models_in_no_group_with_them(tmp_path):
     text = models("a", "b", "c") + "groups: {x: {swap: false, members: [a, b]}}"
     assert gpus(translated(tmp_path, text)) == {
         "a": ["turns-1"],
@@ -464,7 +460,7 @@ def test_exclusive_groups_take_turns_and_models_in_no_group_with_them(tmp_path: 
     }
 
 
-def test_groups_by_which_all_take_turns_need_no_names_for_it(tmp_path: Path) -> None:
+def test_groups_by_which_all_take_turns_need_no_names_for_it(tmp_path):
     text = models("a", "b") + "groups: {x: {members: [a]}, y: {members: [b]}}"
     assert gpus(translated(tmp_path, text)) == {"a": "all", "b": "all"}
 
@@ -479,13 +475,13 @@ def test_groups_by_which_all_take_turns_need_no_names_for_it(tmp_path: Path) -> 
         ),
     ],
 )
-def test_a_matrix_is_left_out_and_what_to_write_instead_is_told(tmp_path: Path, text: str, key: str) -> None:
+def test_a_matrix_is_left_out_and_what_to_write_instead_is_told(tmp_path, text, key):
     made = translated(tmp_path, models("a", "b", "c") + text)
     assert gpus(made) == {"a": "all", "b": "all", "c": "all"}
     assert [note for note in notes(made) if note.startswith(f"{key}: is left out") and "`vram`" in note]
 
 
-def test_the_router_in_use_counts(tmp_path: Path) -> None:
+def test_the_router_in_use_counts(tmp_path):
     router = (
         "{use: groups, settings: {groups: {g: {swap: false, members: [a, b]}}, matrix: {sets: {s: a & c}}}}"
     )
@@ -497,9 +493,7 @@ def test_the_router_in_use_counts(tmp_path: Path) -> None:
 # The command
 
 
-def test_the_command_prints_a_file_that_check_takes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_a_file_that_check_takes(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     (tmp_path / "config.yaml").write_text("models: {'q:8b': {cmd: 's ${PORT}', unlisted: true}}")
     assert main(["import", "llama-swap", str(tmp_path / "config.yaml")]) == 0
@@ -511,7 +505,7 @@ def test_the_command_prints_a_file_that_check_takes(
     assert "q:8b" in capsys.readouterr().out
 
 
-def test_the_command_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_names_what_is_wrong(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("models: {m: {}}")
     assert main(["import", "llama-swap", str(tmp_path / "config.yaml")]) == 78
     assert "config.yaml:1: models.m: has no cmd" in capsys.readouterr().err
@@ -532,11 +526,11 @@ MIGRATING = (ROOT / "docs" / "migrating.md").read_text()
         }
     ),
 )
-def test_the_document_has_each_key(key: str) -> None:
+def test_the_document_has_each_key(key):
     assert f"| `{key}`" in MIGRATING or f", `{key}`" in MIGRATING
 
 
-def test_what_the_document_shows_is_what_comes_out(tmp_path: Path) -> None:
+def test_what_the_document_shows_is_what_comes_out(tmp_path):
     """The first file of the document, translated, is its second one."""
     shown = [part.partition("```")[0] for part in MIGRATING.split("```yaml\n")[1:]]
     made = translated(tmp_path, shown[0])

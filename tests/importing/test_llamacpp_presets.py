@@ -1,7 +1,5 @@
 """Presets of llama.cpp's router, as its documentation has them, and the compose file that comes of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -37,7 +35,7 @@ model = /models/my awesome $model.gguf
 def made(folder: Path, text: str, **how: str) -> Written:
     file = folder / "models.ini"
     file.write_text(text)
-    return translate(file, **how)  # type: ignore[arg-type]
+    return translate(file, **how)
 
 
 def checked(folder: Path, text: str) -> Config:
@@ -60,7 +58,7 @@ def notes(folder: Path, *lines: str) -> list[tuple[str, str]]:
     return [(note.about, note.text) for note in made(folder, "\n".join(lines)).notes]
 
 
-def test_the_example_of_the_documentation(tmp_path: Path) -> None:
+def test_the_example_of_the_documentation(tmp_path):
     cached, custom = checked(tmp_path, PRESETS).backends
     assert cached.model == "ggml-org/MY-MODEL-GGUF:Q8_0"
     assert " ".join(cached.service.command) == (
@@ -97,17 +95,17 @@ def test_the_example_of_the_documentation(tmp_path: Path) -> None:
         ("temp = 0.7 ", ["--temp", "0.7"]),
     ],
 )
-def test_a_key_becomes_an_argument(tmp_path: Path, line: str, expected: list[str]) -> None:
+def test_a_key_becomes_an_argument(tmp_path, line, expected):
     assert words(only(tmp_path, line)) == ["--model", "/m.gguf", *expected]
 
 
-def test_what_only_presets_have_becomes_our_settings(tmp_path: Path) -> None:
+def test_what_only_presets_have_becomes_our_settings(tmp_path):
     backend = only(tmp_path, "load-on-startup = true", "alias = small, m", "sleep-idle-seconds = 90")
     assert (backend.preload, backend.aliases, backend.ttl) == (True, ("small",), 90.0)
     assert words(backend) == ["--model", "/m.gguf"]
 
 
-def test_each_key_that_is_left_out_or_means_something_else_is_noted(tmp_path: Path) -> None:
+def test_each_key_that_is_left_out_or_means_something_else_is_noted(tmp_path):
     found = notes(tmp_path, "threads = 4", "[m]", "m = m.gguf", "port = 1", "stop-timeout = 5")
     assert found == [
         ("threads", "is left out: it stands in no section; use [*]."),
@@ -117,12 +115,12 @@ def test_each_key_that_is_left_out_or_means_something_else_is_noted(tmp_path: Pa
     ]
 
 
-def test_a_llama_server_by_another_name_is_one_all_the_same(tmp_path: Path) -> None:
+def test_a_llama_server_by_another_name_is_one_all_the_same(tmp_path):
     found = made(tmp_path, "[m]\nmodel = /m.gguf", program="/opt/llama.sh")
     assert found.services["m"]["x-anvil"]["engine"] == "llamacpp"
 
 
-def test_a_preset_without_a_model_is_left_out(tmp_path: Path) -> None:
+def test_a_preset_without_a_model_is_left_out(tmp_path):
     found = made(tmp_path, "[m]\nmodel = /m.gguf\n[n]\nc = 1\n")
     assert [*found.services] == ["m"]
     assert "n is left out: it says neither model nor hf-repo." in found.text()
@@ -138,7 +136,7 @@ def test_a_preset_without_a_model_is_left_out(tmp_path: Path) -> None:
         ("[m]\nwhat", "is no file of presets: "),
     ],
 )
-def test_a_file_without_presets_says_so(tmp_path: Path, text: str, problem: str) -> None:
+def test_a_file_without_presets_says_so(tmp_path, text, problem):
     with pytest.raises(ConfigError) as raised:
         made(tmp_path, text)
     assert problem in str(raised.value)
@@ -146,7 +144,7 @@ def test_a_file_without_presets_says_so(tmp_path: Path, text: str, problem: str)
 
 
 @pytest.mark.parametrize("content", [None, b"[m]\nmodel = \xff"])
-def test_a_file_that_cannot_be_read_says_so(tmp_path: Path, content: bytes | None) -> None:
+def test_a_file_that_cannot_be_read_says_so(tmp_path, content):
     file = tmp_path / "models.ini"
     if content is not None:
         file.write_bytes(content)
@@ -154,9 +152,7 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path: Path, content: bytes | Non
         translate(file)
 
 
-def test_the_command_prints_a_file_that_check_accepts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_a_file_that_check_accepts(tmp_path, capsys):
     file = tmp_path / "models.ini"
     file.write_text(PRESETS)
     assert main(["import", "llamacpp", str(file), "--program", "/opt/llama-server"]) == 0

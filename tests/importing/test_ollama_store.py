@@ -1,7 +1,5 @@
 """A store of Ollama's, as Ollama lays it out, and the compose file that comes of it."""
 
-from __future__ import annotations
-
 import json
 from hashlib import sha256
 from pathlib import Path
@@ -75,7 +73,7 @@ def path_of(store: Store, content: bytes) -> str:
     return str(store.folder / "blobs" / f"sha256-{sha256(content).hexdigest()}")
 
 
-def test_a_model_becomes_a_llama_server_of_its_weights(store: Store) -> None:
+def test_a_model_becomes_a_llama_server_of_its_weights(store):
     store.add(f"{LIBRARY}/qwen3/8b", {"model": GGUF + b"q", "license": b"Apache"})
     [backend] = checked(store).backends
     assert backend.service.command == (
@@ -99,15 +97,13 @@ def test_a_model_becomes_a_llama_server_of_its_weights(store: Store) -> None:
         ("hf.co/bartowski/X-GGUF/Q4_K_M", "hf.co/bartowski/X-GGUF:Q4_K_M", ()),
     ],
 )
-def test_a_model_is_called_as_ollama_calls_it(
-    store: Store, manifest: str, model: str, aliases: tuple[str, ...]
-) -> None:
+def test_a_model_is_called_as_ollama_calls_it(store, manifest, model, aliases):
     store.add(manifest, {"model": GGUF})
     [backend] = checked(store).backends
     assert (backend.model, backend.aliases) == (model, aliases)
 
 
-def test_tags_of_the_same_layers_are_names_of_one_model(store: Store) -> None:
+def test_tags_of_the_same_layers_are_names_of_one_model(store):
     for tag in ("8b", "latest"):
         store.add(f"{LIBRARY}/qwen3/{tag}", {"model": GGUF})
     store.add(f"{LIBRARY}/qwen3/4b", {"model": GGUF + b"4"})
@@ -115,7 +111,7 @@ def test_tags_of_the_same_layers_are_names_of_one_model(store: Store) -> None:
     assert found == {"qwen3:4b": (), "qwen3:8b": ("qwen3", "qwen3:latest")}
 
 
-def test_parameters_become_defaults_of_the_engine(store: Store) -> None:
+def test_parameters_become_defaults_of_the_engine(store):
     params = json.dumps({"num_ctx": 8192, "temperature": 0.6, "stop": ["<|im_end|>"]}).encode()
     store.add(f"{LIBRARY}/q/1", {"model": GGUF, "params": params, "template": b"T", "system": b"S"})
     assert words_of(store, "q:1")[5:9] == ("-c", "8192", "--temp", "0.6")
@@ -123,7 +119,7 @@ def test_parameters_become_defaults_of_the_engine(store: Store) -> None:
     assert '  # params.stop: ["<|im_end|>"] is left out' in made(store).text()
 
 
-def test_projectors_adapters_and_embeddings(store: Store) -> None:
+def test_projectors_adapters_and_embeddings(store):
     layers = {"model": GGUF, "projector": GGUF + b"p", "adapter": GGUF + b"a"}
     store.add(f"{LIBRARY}/see/1", layers)
     store.add(f"{LIBRARY}/nomic-embed-text/latest", {"model": GGUF + b"e"}, model_family="nomic-bert")
@@ -134,7 +130,7 @@ def test_projectors_adapters_and_embeddings(store: Store) -> None:
     assert "--embeddings" not in seeing
 
 
-def test_ollama_may_stay_the_engine(store: Store) -> None:
+def test_ollama_may_stay_the_engine(store):
     store.add(f"{LIBRARY}/odd/latest", {"tensor": b"no gguf"})
     [backend] = checked(store, True, "/opt/ollama").backends
     script = "OLLAMA_HOST=$HOST:$PORT exec /opt/ollama serve"
@@ -144,7 +140,7 @@ def test_ollama_may_stay_the_engine(store: Store) -> None:
     assert backend.evict_to == ("sleep", "stop")
 
 
-def test_services_may_be_containers(store: Store) -> None:
+def test_services_may_be_containers(store):
     store.add(f"{LIBRARY}/q/1", {"model": GGUF})
     wanted = (False, "llama-server", "ghcr.io/ggml-org/llama.cpp:server-cuda", ["0", "1"])
     service = made(store, *wanted).services["q-1"]
@@ -159,7 +155,7 @@ def test_services_may_be_containers(store: Store) -> None:
     ]
 
 
-def test_what_cannot_be_served_is_a_note(store: Store) -> None:
+def test_what_cannot_be_served_is_a_note(store):
     store.add(f"{LIBRARY}/good/1", {"model": GGUF})
     store.add(f"{LIBRARY}/odd/1", {"model": b"safetensors"})
     store.add(f"{LIBRARY}/cloud/1", {}, remote_host="https://ollama.com:443")
@@ -179,7 +175,7 @@ def test_what_cannot_be_served_is_a_note(store: Store) -> None:
 
 
 @pytest.mark.parametrize("digest", ["sha256:../../../etc/passwd", "md5:00", "sha256:abc"])
-def test_a_digest_leads_nowhere_but_to_the_blobs(store: Store, digest: str) -> None:
+def test_a_digest_leads_nowhere_but_to_the_blobs(store, digest):
     manifest = store.add(f"{LIBRARY}/q/1", {"model": GGUF})
     said = json.loads(manifest.read_text())
     said["layers"][0]["digest"] = digest
@@ -189,14 +185,14 @@ def test_a_digest_leads_nowhere_but_to_the_blobs(store: Store, digest: str) -> N
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"layers": [1], "config": {}}', "null", ""])
-def test_a_manifest_that_is_none_is_told(store: Store, content: str) -> None:
+def test_a_manifest_that_is_none_is_told(store, content):
     manifest = store.add(f"{LIBRARY}/q/1", {"model": GGUF})
     manifest.write_text(content)
     with pytest.raises(ConfigError, match="its manifest cannot be read"):
         made(store)
 
 
-def test_a_folder_that_is_no_store_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_store_is_told(tmp_path):
     with pytest.raises(ConfigError, match="is no store of Ollama's"):
         translate(tmp_path, Wanted())
     (tmp_path / "manifests").mkdir()
@@ -204,9 +200,7 @@ def test_a_folder_that_is_no_store_is_told(tmp_path: Path) -> None:
         translate(tmp_path, Wanted())
 
 
-def test_the_command_finds_the_store(
-    store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_finds_the_store(store, capsys, monkeypatch):
     store.add(f"{LIBRARY}/q/1", {"model": GGUF, "system": b"S"})
     monkeypatch.setenv("OLLAMA_MODELS", str(store.folder))
     assert main(["import", "ollama"]) == 0

@@ -23,8 +23,6 @@ pa4080/llm-lab-setup llama-cpp/docker-compose.yml; livepeer/example-apps vllm/do
 adityakunapuli/sglang-3090-4070 sglang/docker-compose.yml; gaperton/cicero-home-ai vllm/docker-compose.yml.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -137,9 +135,7 @@ ENGINES: list[tuple[str, str, tuple[str, str, str, str]]] = [
 
 
 @pytest.mark.parametrize(("service", "engine", "expected"), ENGINES)
-def test_an_engine_is_recognised_and_check_passes_with_what_is_suggested(
-    tmp_path: Path, service: str, engine: str, expected: tuple[str, str, str, str]
-) -> None:
+def test_an_engine_is_recognised_and_check_passes_with_what_is_suggested(tmp_path, service, engine, expected):
     made = read(tmp_path, f"  a: {{{service}}}")
     assert engines(made) == {"a": expected}
     (backend,) = pasted(tmp_path, made).backends
@@ -170,14 +166,14 @@ def test_an_engine_is_recognised_and_check_passes_with_what_is_suggested(
         ('image: vllm/vllm-openai, command: "--model \'x"', "No closing quotation"),
     ],
 )  # fmt: skip
-def test_why_a_service_is_left_alone(tmp_path: Path, service: str, why: str) -> None:
+def test_why_a_service_is_left_alone(tmp_path, service, why):
     made = read(tmp_path, f"  a: {{{service}}}")
     assert engines(made) == {}
     (row,) = made.rows
     assert why in row.why
 
 
-def test_a_dockerfile_says_what_is_built(tmp_path: Path) -> None:
+def test_a_dockerfile_says_what_is_built(tmp_path):
     (tmp_path / "Dockerfile").write_text(
         "FROM alpine AS fetch\nFROM --platform=x vllm/vllm-openai:v1 AS b\nFROM b\n"
     )
@@ -187,7 +183,7 @@ def test_a_dockerfile_says_what_is_built(tmp_path: Path) -> None:
     assert backend.engine == "vllm"
 
 
-def test_an_ollama_is_named_after_what_is_pulled_into_it(tmp_path: Path) -> None:
+def test_an_ollama_is_named_after_what_is_pulled_into_it(tmp_path):
     pulls = "sleep 3; OLLAMA_HOST=o:11434 ollama pull llama3.2; ollama run moondream"
     made = read(tmp_path, f"  o: {{image: ollama/ollama}}\n  i: {{image: ollama/ollama, entrypoint: /bin/sh, "
                 f"command: ['-c', '{pulls}']}}")  # fmt: skip
@@ -195,7 +191,7 @@ def test_an_ollama_is_named_after_what_is_pulled_into_it(tmp_path: Path) -> None
     assert any("this Ollama has other models (moondream)" in note.text for note in made.written.notes)
 
 
-def test_who_downloads_models_for_an_ollama_goes_on_asking_it(tmp_path: Path) -> None:
+def test_who_downloads_models_for_an_ollama_goes_on_asking_it(tmp_path):
     made = read(
         tmp_path,
         """  o: {image: ollama/ollama}
@@ -209,7 +205,7 @@ def test_who_downloads_models_for_an_ollama_goes_on_asking_it(tmp_path: Path) ->
     pasted(tmp_path, made)
 
 
-def test_a_profile_that_waits_for_others_is_for_whoever_downloads_too(tmp_path: Path) -> None:
+def test_a_profile_that_waits_for_others_is_for_whoever_downloads_too(tmp_path):
     made = read(
         tmp_path,
         """  o: {image: ollama/ollama}
@@ -221,7 +217,7 @@ def test_a_profile_that_waits_for_others_is_for_whoever_downloads_too(tmp_path: 
     assert notes(made, "depends_on").endswith("add profiles: [llm] here and to pull")
 
 
-def test_a_model_may_still_be_asked_for_by_its_path(tmp_path: Path) -> None:
+def test_a_model_may_still_be_asked_for_by_its_path(tmp_path):
     made = read(tmp_path, "  a: {image: lmsysorg/sglang, command: --model-path /models/Exa-32B --port 30000}")
     (backend,) = pasted(tmp_path, made).backends
     assert (backend.model, backend.aliases, backend.served_model) == (
@@ -240,18 +236,18 @@ def test_a_model_may_still_be_asked_for_by_its_path(tmp_path: Path) -> None:
          "write the name of one of the models that this llama-server has"),
     ],
 )  # fmt: skip
-def test_of_several_models_one_is_served(tmp_path: Path, service: str, note: str) -> None:
+def test_of_several_models_one_is_served(tmp_path, service, note):
     assert note in notes(read(tmp_path, f"  a: {{{service}}}"), "model")
 
 
-def test_it_asks_which_of_several_ports_it_is(tmp_path: Path) -> None:
+def test_it_asks_which_of_several_ports_it_is(tmp_path):
     nim = "image: nvcr.io/nim/nvidia/riva-asr, ports: ['8021:50051', '8022:9000']"
     assert "it has several (50051, 9000)" in notes(read(tmp_path, f"  a: {{{nim}}}"), "port")
     vllm = "image: vllm/vllm-openai, ports: ['8000:8000', '8265:8265']"
     assert notes(read(tmp_path, f"  a: {{{vllm}}}"), "port") == ""
 
 
-def test_of_two_profiles_with_one_port_the_one_with_the_gpu_is_taken(tmp_path: Path) -> None:
+def test_of_two_profiles_with_one_port_the_one_with_the_gpu_is_taken(tmp_path):
     made = read(
         tmp_path,
         f"""  cpu: {{image: ollama/ollama, profiles: [cpu], ports: ['11434:11434']}}
@@ -262,7 +258,7 @@ def test_of_two_profiles_with_one_port_the_one_with_the_gpu_is_taken(tmp_path: P
     pasted(tmp_path, made)
 
 
-def test_engines_on_one_gpu_may_have_one_port(tmp_path: Path) -> None:
+def test_engines_on_one_gpu_may_have_one_port(tmp_path):
     service = "image: vllm/vllm-openai, ports: ['8000:8000'], gpus: all"
     made = read(
         tmp_path, f"  a: {{{service}, command: [--model, m/1]}}\n  b: {{{service}, command: [--model, m/2]}}"
@@ -284,9 +280,7 @@ def test_engines_on_one_gpu_may_have_one_port(tmp_path: Path) -> None:
           "OPENAI_API_KEY": "${ANVIL_API_KEY:-}"}),
     ],
 )  # fmt: skip
-def test_who_asks_an_engine_is_pointed_at_anvil_mux(
-    tmp_path: Path, client: str, environment: dict[str, str]
-) -> None:
+def test_who_asks_an_engine_is_pointed_at_anvil_mux(tmp_path, client, environment):
     engine = (
         "{image: vllm/vllm-openai, container_name: vllm-1, command: [--model, org/m], ports: ['8000:8000']}"
     )
@@ -298,7 +292,7 @@ def test_who_asks_an_engine_is_pointed_at_anvil_mux(
     assert "profiles" not in made.written.services["chat"], "Compose refuses to start who depends on it then"
 
 
-def test_an_open_webui_without_a_word_on_engines_becomes_a_client(tmp_path: Path) -> None:
+def test_an_open_webui_without_a_word_on_engines_becomes_a_client(tmp_path):
     made = read(
         tmp_path,
         """  chat: {image: vllm/vllm-openai, command: [--model, org/m]}
@@ -309,7 +303,7 @@ def test_an_open_webui_without_a_word_on_engines_becomes_a_client(tmp_path: Path
     assert notes(made, "environment") == "", "no variable of it names an Ollama that needs a key"
 
 
-def test_a_command_that_names_an_engine_is_noted(tmp_path: Path) -> None:
+def test_a_command_that_names_an_engine_is_noted(tmp_path):
     made = read(
         tmp_path,
         """  chat: {image: vllm/vllm-openai, command: [--model, org/m]}
@@ -318,7 +312,7 @@ def test_a_command_that_names_an_engine_is_noted(tmp_path: Path) -> None:
     assert "mentions chat in a way that is not converted" in notes(made, "services.run.command")
 
 
-def test_who_asks_others_is_left_alone(tmp_path: Path) -> None:
+def test_who_asks_others_is_left_alone(tmp_path):
     made = read(
         tmp_path, "  a: {image: ollama/ollama}\n  b: {image: x, environment: {A: 'http://localhost:5432'}}"
     )
@@ -326,7 +320,7 @@ def test_who_asks_others_is_left_alone(tmp_path: Path) -> None:
     assert "listen" not in made.written.settings
 
 
-def test_another_api_of_a_server_is_left_alone_and_noted(tmp_path: Path) -> None:
+def test_another_api_of_a_server_is_left_alone_and_noted(tmp_path):
     made = read(
         tmp_path,
         """  tei: {image: 'ghcr.io/huggingface/text-embeddings-inference:cpu', command: --model-id org/m}
@@ -339,7 +333,7 @@ def test_another_api_of_a_server_is_left_alone_and_noted(tmp_path: Path) -> None
     ]
 
 
-def test_a_policy_of_restarts_is_taken_back(tmp_path: Path) -> None:
+def test_a_policy_of_restarts_is_taken_back(tmp_path):
     made = read(
         tmp_path, "  a: {image: ollama/ollama, restart: always}\n  b: {image: redis, restart: always}"
     )
@@ -348,7 +342,7 @@ def test_a_policy_of_restarts_is_taken_back(tmp_path: Path) -> None:
     assert not any("`restart" in warning for warning in pasted(tmp_path, made).warnings)
 
 
-def test_what_is_not_known_is_a_note_and_no_error(tmp_path: Path) -> None:
+def test_what_is_not_known_is_a_note_and_no_error(tmp_path):
     (tmp_path / "base.yaml").write_text("services: {e: {image: vllm/vllm-openai, command: [--model, org/m]}}")
     made = read(
         tmp_path,
@@ -362,7 +356,7 @@ def test_what_is_not_known_is_a_note_and_no_error(tmp_path: Path) -> None:
     assert any(note.about == "IMAGE" for note in made.written.notes)
 
 
-def test_a_variable_that_must_be_set_hides_nothing_but_itself(tmp_path: Path) -> None:
+def test_a_variable_that_must_be_set_hides_nothing_but_itself(tmp_path):
     made = read(
         tmp_path,
         """  a: {image: vllm/vllm-openai, command: '--port 81 --api-key ${KEY:?say} --served-model-name m',
@@ -382,7 +376,7 @@ def test_a_variable_that_must_be_set_hides_nothing_but_itself(tmp_path: Path) ->
         RESERVED % "'${NONE}'",
     ],
 )
-def test_what_compose_would_refuse_is_no_crash(tmp_path: Path, wrong: str) -> None:
+def test_what_compose_would_refuse_is_no_crash(tmp_path, wrong):
     made = read(
         tmp_path,
         f"""  a: {{image: x, {wrong}}}
@@ -401,9 +395,7 @@ def test_what_compose_would_refuse_is_no_crash(tmp_path: Path, wrong: str) -> No
         ("serve org/m-7B --served-model-name chat", "the weights take about 13.0 GiB"),
     ],
 )
-def test_what_to_write_for_an_engine_that_takes_a_share_of_the_gpu(
-    tmp_path: Path, command: str, said: str
-) -> None:
+def test_what_to_write_for_an_engine_that_takes_a_share_of_the_gpu(tmp_path, command, said):
     hint = notes(read(tmp_path, f"  a: {{image: vllm/vllm-openai, command: {command}}}"), "vram")
     assert said in hint
     assert hint.endswith("as its vram, such as x-anvil: {vram: 12GiB}")
@@ -425,14 +417,12 @@ def test_what_to_write_for_an_engine_that_takes_a_share_of_the_gpu(
         ("phi3-mini-128k", "vllm", "", None),
     ],
 )
-def test_how_large_weights_are_by_their_name(name: str, engine: str, more: str, gib: float | None) -> None:
+def test_how_large_weights_are_by_their_name(name, engine, more, gib):
     found = weights_of(name, engine, more)
     assert (found and round(found, 1)) == gib
 
 
-def test_the_command_prints_the_yaml_and_says_the_rest_beside_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_the_yaml_and_says_the_rest_beside_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))  # no docker
     file = tmp_path / "compose.yaml"
     file.write_text(f"services:\n  a: {{image: ollama/ollama, {ALL}}}\n  db: {{image: redis}}\n")
@@ -450,7 +440,7 @@ def test_the_command_prints_the_yaml_and_says_the_rest_beside_it(
     assert told["problems"] == []
 
 
-def test_its_own_recipe_works_for_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_own_recipe_works_for_processes(tmp_path, capsys):
     file, second = tmp_path / "compose.yaml", tmp_path / "second.yaml"
     file.write_text(
         "x-anvil: {runtime: process}\nservices: {a: {command: llama-server -m /m/a.gguf --port 80}}"
@@ -472,18 +462,14 @@ def test_its_own_recipe_works_for_processes(tmp_path: Path, capsys: pytest.Captu
         ("policy: eager", "", ["0"], "none"),
     ],
 )
-def test_a_process_that_says_nothing_of_gpus_has_all_of_them(
-    tmp_path: Path, top: str, more: str, gpus_here: list[str], shown: str
-) -> None:
+def test_a_process_that_says_nothing_of_gpus_has_all_of_them(tmp_path, top, more, gpus_here, shown):
     text = f"x-anvil: {{{top}}}\nservices: {{a: {{command: llama-server -m /m/a.gguf --port 80{more}}}}}"
     (tmp_path / "compose.yaml").write_text(text)
     (row,) = Suggestion([interpolate.read(tmp_path / "compose.yaml")], {}, gpus_here).rows
     assert row.gpus == shown
 
 
-def test_the_command_tells_what_compose_would_refuse_in_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_tells_what_compose_would_refuse_in_the_file(tmp_path, capsys, monkeypatch):
     file = tmp_path / "compose.yaml"
     file.write_text("services:\n  a: {image: ollama/ollama}\n")
     asked: list[list[str]] = []
@@ -502,9 +488,7 @@ def test_the_command_tells_what_compose_would_refuse_in_the_file(
     assert "with this added, check has 1 problem" in said
 
 
-def test_the_command_tells_what_to_write_against_the_problems_that_are_left(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_tells_what_to_write_against_the_problems_that_are_left(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))  # no docker
     file = tmp_path / "compose.yaml"
     file.write_text("services:\n  a: {image: ollama/ollama, devices: 1}\n")
@@ -513,9 +497,7 @@ def test_the_command_tells_what_to_write_against_the_problems_that_are_left(
     assert "error: services.a: devices must be a list\n    write: devices: [1]\n" in said
 
 
-def test_the_command_fails_where_nothing_serves_models(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_fails_where_nothing_serves_models(tmp_path, capsys):
     file = tmp_path / "compose.yaml"
     file.write_text("services: {db: {image: '${DB_OF_NOBODY}'}}\n")
     assert main(["check", "--suggest", str(file)]) == 1
@@ -525,7 +507,7 @@ def test_the_command_fails_where_nothing_serves_models(
     assert "no service looks like an engine" in seen.err
 
 
-def test_without_it_check_still_refuses_such_a_file(tmp_path: Path) -> None:
+def test_without_it_check_still_refuses_such_a_file(tmp_path):
     read(tmp_path, "  a: {image: ollama/ollama}")
     with pytest.raises(ConfigError, match="none serves a model"):
         load([tmp_path / "compose.yaml"], environ={}, compose=None)

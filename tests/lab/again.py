@@ -1,7 +1,5 @@
 """The clients of an event log, played once more: what the log tells and what was sent has to agree."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Mapping
 from pathlib import Path

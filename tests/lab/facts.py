@@ -1,7 +1,5 @@
 """What else happens to a simulated scheduler than that requests arrive."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Worlds with three hosts that are lost and come back, as data for the simulator and the threads."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from math import inf

@@ -1,11 +1,7 @@
 """An event log that a running anvil-mux has written is played against the same one."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
-
-import pytest
 
 from anvil_mux.cli.main import main
 from tests.cli.demo import compose
@@ -15,7 +11,7 @@ from tests.running import serving
 PACE = 40
 
 
-def test_the_clients_of_a_log_come_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_clients_of_a_log_come_again(tmp_path, capsys):
     workload, log = tmp_path / "w.jsonl", tmp_path / "events.jsonl"
     workload.write_text(SESSION)
     file = compose(tmp_path, tokens_per_second=PACE)

@@ -1,7 +1,5 @@
 """`replay --against`: two servers are asked in turns, and what one of them lacks costs the other nothing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -38,7 +36,7 @@ class TwoServers:
         """How often each still says which models it has."""
         self.asked: list[tuple[int, Any]] = []
         for number, engine in enumerate(self.engines):
-            engine.answer = lambda asked, number=number: self._answer(number, asked)  # type: ignore[misc]
+            engine.answer = lambda asked, number=number: self._answer(number, asked)
 
     def _answer(self, number: int, asked: Asked) -> bytes:
         if asked.head.startswith(b"POST /v1/completions "):
@@ -63,9 +61,7 @@ def two() -> Iterator[TwoServers]:
         engine.close()
 
 
-def test_they_take_turns_in_the_other_order_each_time_and_get_the_same_prompts(
-    two: TwoServers, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_they_take_turns_in_the_other_order_each_time_and_get_the_same_prompts(two, capsys):
     assert two.replay("--repeat", "3") == 0
     assert [number for number, _ in two.asked] == [0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1]
     of_runs = [sorted(prompt for _, prompt in two.asked[at : at + 2]) for at in range(0, 12, 2)]
@@ -77,9 +73,7 @@ def test_they_take_turns_in_the_other_order_each_time_and_get_the_same_prompts(
     assert [line[1] for line in lines if line[:1] == ["single"]] == [*names, *names, "RATIO"]
 
 
-def test_errors_of_one_are_told_beside_the_answers_of_the_other(
-    two: TwoServers, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_of_one_are_told_beside_the_answers_of_the_other(two, capsys):
     two.says[1] = OVERLOADED
     assert two.replay("--repeat", "2", "--json") == 0
     rows = json.loads(capsys.readouterr().out)
@@ -91,9 +85,7 @@ def test_errors_of_one_are_told_beside_the_answers_of_the_other(
     ]
 
 
-def test_one_that_is_gone_before_the_next_profile_does_not_cost_the_figures_so_far(
-    two: TwoServers, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_that_is_gone_before_the_next_profile_does_not_cost_the_figures_so_far(two, capsys):
     two.lists[1] = 1
     assert two.replay("--json", profile="single,bursty") == 3
     out, err = capsys.readouterr()
@@ -101,9 +93,7 @@ def test_one_that_is_gone_before_the_next_profile_does_not_cost_the_figures_so_f
     assert "answers 503 to GET /v1/models" in err
 
 
-def test_ctrl_c_between_two_runs_leaves_the_figures_so_far(
-    two: TwoServers, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_between_two_runs_leaves_the_figures_so_far(two, capsys, monkeypatch):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -1,7 +1,5 @@
 """What an engine does at once: when answers end that it makes together, and those that wait for others."""
 
-from __future__ import annotations
-
 from math import inf
 
 import pytest
@@ -29,25 +27,25 @@ def ends(batching: Batching, *requests: tuple[float, float]) -> list[float]:
     return found
 
 
-def test_an_answer_is_slower_while_others_are_made() -> None:
+def test_an_answer_is_slower_while_others_are_made():
     # Alone until 2, then both at half the pace: the second ends at 4, the first made 1 of its 4 by then.
     assert ends(Batching(1.0), (0.0, 4.0), (2.0, 1.0)) == pytest.approx([5.0, 4.0])
     assert ends(Batching(0.25), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0)) == pytest.approx([1.5] * 3)
 
 
-def test_requests_wait_in_an_engine_that_makes_few_answers_at_a_time() -> None:
+def test_requests_wait_in_an_engine_that_makes_few_answers_at_a_time():
     assert ends(Batching(0.0, 1), *[(0.0, 2.0)] * 3) == [2.0, 4.0, 6.0]
     assert ends(Batching(0.5, 2), *[(0.0, 1.0)] * 4) == pytest.approx([1.5, 1.5, 3.0, 3.0])
     # The third begins when the second ends, at 1, beside the first.
     assert ends(Batching(0.0, 2), (0.0, 3.0), (0.0, 1.0), (0.5, 1.0)) == [3.0, 1.0, 2.0]
 
 
-def test_answers_that_do_not_slow_each_other_down_end_exactly_when_they_would_alone() -> None:
+def test_answers_that_do_not_slow_each_other_down_end_exactly_when_they_would_alone():
     requests = [(n / 10, 0.7) for n in range(50)]
     assert ends(Batching(), *requests) == [begin + seconds for begin, seconds in requests]
 
 
-def test_an_answer_that_is_severed_makes_room_and_lacks_what_was_not_made() -> None:
+def test_an_answer_that_is_severed_makes_room_and_lacks_what_was_not_made():
     batch = Batch(Batching(1.0, 2))
     for number in range(3):
         batch.add(number, 4.0, number, 0.0)
@@ -67,14 +65,14 @@ def released(trace: list[Arrival], **batching: Batching) -> list[tuple[str, floa
     return [(event.model, event.at) for event in log if event.kind == "released"]
 
 
-def test_requests_of_one_moment_do_not_all_end_as_if_each_were_alone() -> None:
+def test_requests_of_one_moment_do_not_all_end_as_if_each_were_alone():
     trace = [Arrival(0.0, "a", 10.0)] * 500
     assert {at for _, at in released(trace)} == {10.0}
     moments = [at for _, at in released(trace, a=Batching(0.01, 100))]
     assert moments == pytest.approx([19.9 * (1 + number // 100) for number in range(500)])
 
 
-def test_a_drain_lasts_as_long_as_the_answers_that_are_made_together() -> None:
+def test_a_drain_lasts_as_long_as_the_answers_that_are_made_together():
     trace = [*[Arrival(0.0, "a", 2.0)] * 3, Arrival(1.0, "b", 1.0)]
     models, moments = zip(*released(trace, a=Batching(0.5)), strict=True)
     assert models == ("a", "a", "a", "b")
@@ -82,7 +80,7 @@ def test_a_drain_lasts_as_long_as_the_answers_that_are_made_together() -> None:
     assert moments == pytest.approx((4.0, 4.0, 4.0, 8.0))
 
 
-def test_the_engine_that_is_loaded_after_a_death_makes_no_answers_of_the_dead_one() -> None:
+def test_the_engine_that_is_loaded_after_a_death_makes_no_answers_of_the_dead_one():
     trace = [Arrival(0.0, "a", 100.0), Death(50.0, "a"), Arrival(51.0, "a", 1.0)]
     config = Config((Backend("a", "a", ("0",)),), policy="eager")
     log = simulate(config, trace, Engines({"a": 3.0}), resident=["a"], batching={"a": Batching(0.0, 1)})

@@ -1,7 +1,5 @@
 """A measured run beside its simulation, and where the difference comes from."""
 
-from __future__ import annotations
-
 import pytest
 
 from anvil_mux.config.config import Backend, Config
@@ -57,7 +55,7 @@ def comparison(seen: SwapTimes, slower: float) -> Comparison:
     return compare(SCRIPT, CONFIG, paces=PACES, expected=EXPECTED, seen=seen, told=told, answers=answers)
 
 
-def test_the_simulation_of_what_really_happened_is_what_really_happened() -> None:
+def test_the_simulation_of_what_really_happened_is_what_really_happened():
     found = comparison(SwapTimes({"a-1": [1.0], "b-1": [3.0]}, EXPECTED.evictions), 1.0)
     waits = [0.5 + 3.0, 0.5 + 3.0 + 1.0 + 0.25 + 1.0 - 0.5]
     assert found.simulated.figures.wait_mean_seconds == pytest.approx(sum(waits) / 2)
@@ -65,7 +63,7 @@ def test_the_simulation_of_what_really_happened_is_what_really_happened() -> Non
     assert found.measured.wait_mean_seconds == pytest.approx(found.with_swaps.wait_mean_seconds)
 
 
-def test_slow_answers_and_slow_loads_are_told_apart() -> None:
+def test_slow_answers_and_slow_loads_are_told_apart():
     seen = SwapTimes({"a-1": [1.0], "b-1": [5.0]}, {"a-1": [0.5], "b-1": [0.75]})
     found = comparison(seen, 2.0)
     before, answers, swaps, measured = found.waits
@@ -89,12 +87,12 @@ def test_slow_answers_and_slow_loads_are_told_apart() -> None:
     assert "+2.25 s" in text
 
 
-def test_each_load_takes_what_it_took() -> None:
+def test_each_load_takes_what_it_took():
     engines = SeenEngines(SwapTimes({"b-1": [5.0, 1.0]}, {"a-1": [0.5]}), in_order=True)
     load = Load("b-1", "stop")
     assert [engines(load, nth).seconds for nth in range(3)] == [5.0, 1.0, 3.0]
 
 
-def test_a_compose_file_without_the_models_is_refused() -> None:
+def test_a_compose_file_without_the_models_is_refused():
     with pytest.raises(ConfigError, match="serves first, a, b, and not c"):
         served_names(CONFIG, ["a", "c"])

@@ -1,12 +1,9 @@
 """Routing policies under recorded prompts, through the router of the program itself."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -28,14 +25,14 @@ def mean_ttft(policy: str, every: list[Scenario]) -> float:
     return fmean(run(field, policy).latencies.ttft_mean_ms for field in every)
 
 
-def test_on_short_sessions_knowing_the_work_beats_counting_requests_beats_taking_turns() -> None:
+def test_on_short_sessions_knowing_the_work_beats_counting_requests_beats_taking_turns():
     [field] = fields("claude_code_le64k", 92)
     order = (DEFAULT_ROUTING, "least_prefill_work", "lmetric", "num_requests", "round_robin")
     means = [run(field, policy).latencies.ttft_mean_ms for policy in order]
     assert means == sorted(means)
 
 
-def test_on_long_sessions_prefill_work_waits_a_fifth_of_taking_turns_and_the_default_less_than_that() -> None:
+def test_on_long_sessions_prefill_work_waits_a_fifth_of_taking_turns_and_the_default_less_than_that():
     every = fields("claude_code_le131k", 70, seeds=2)
     default, work, turns = (
         mean_ttft(p, every) for p in (DEFAULT_ROUTING, "least_prefill_work", "round_robin")
@@ -44,24 +41,24 @@ def test_on_long_sessions_prefill_work_waits_a_fifth_of_taking_turns_and_the_def
     assert 0.15 < work / turns < 0.25
 
 
-def test_without_sessions_the_default_waits_less_than_the_least_prefill_work() -> None:
+def test_without_sessions_the_default_waits_less_than_the_least_prefill_work():
     every = fields("mooncake_conversation_600s")
     assert mean_ttft(DEFAULT_ROUTING, every) < mean_ttft("least_prefill_work", every)
 
 
-def test_every_policy_gets_the_same_requests_and_answers_all_of_them() -> None:
+def test_every_policy_gets_the_same_requests_and_answers_all_of_them():
     [field] = fields("claude_code_le64k", 8)
     for policy in contest.choose_policies("all"):
         answers = run(field, policy).answers
         assert sorted(answer.prompt for answer in answers) == sorted(field.prompts)
 
 
-def test_the_same_run_gives_the_same_row() -> None:
+def test_the_same_run_gives_the_same_row():
     [field] = fields("claude_code_le64k", 20)
     assert run(field, "power_of_two").row() == run(field, "power_of_two").row()
 
 
-def test_a_trace_without_sessions_is_run_once_whatever_the_seeds() -> None:
+def test_a_trace_without_sessions_is_run_once_whatever_the_seeds():
     assert [field.seed for field in fields("mooncake_conversation_600s", seeds=5)] == [0]
 
 
@@ -75,7 +72,7 @@ def two_beginnings(**engine: Any) -> Scenario:
     return Scenario("t", 0, 0, prompts, 4096, 2, SimulatedEngine(**engine))
 
 
-def test_requests_are_read_from_their_bytes_and_not_from_what_the_trace_knows() -> None:
+def test_requests_are_read_from_their_bytes_and_not_from_what_the_trace_knows():
     first, same, half, other = two_beginnings().works.values()
     for work in (first, same, half, other):
         assert 2.8 * 8192 < work.size < 4.5 * 8192
@@ -87,14 +84,14 @@ def test_requests_are_read_from_their_bytes_and_not_from_what_the_trace_knows() 
     assert not set(first.blocks) & set(other.blocks)
 
 
-def test_a_known_router_has_the_tokens_of_the_trace_and_every_answer_is_streamed() -> None:
+def test_a_known_router_has_the_tokens_of_the_trace_and_every_answer_is_streamed():
     field = replace(two_beginnings(streamed=0.0), known=True)
     assert [work[:2] for work in field.works.values()] == [(8192, prompt.blocks) for prompt in field.prompts]
     assert all(work.stream for work in field.works.values())
 
 
 @pytest.mark.parametrize("share", [0.0, 0.8, 1.0])
-def test_of_some_answers_only_the_end_is_seen(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_some_answers_only_the_end_is_seen(share, monkeypatch):
     [field] = draw(["claude_code_le64k"], (20,), range(1), 8, SimulatedEngine(streamed=share))
     streamed = [work.stream for work in field.works.values()]
     assert fmean(streamed) == pytest.approx(share, abs=0.1)
@@ -107,14 +104,14 @@ def test_of_some_answers_only_the_end_is_seen(share: float, monkeypatch: pytest.
     assert len(seen) == sum(streamed)
 
 
-def test_the_length_of_a_token_is_learned_from_answers() -> None:
+def test_the_length_of_a_token_is_learned_from_answers():
     field = two_beginnings()
     router = InFlightRouter("least_prefill_work", field)
     simulate(field.prompts, router, 2, field.block_tokens, field.engine)
     assert router._in_flight.bytes_per_token != 4.0
 
 
-def test_some_engines_say_what_was_cached_and_some_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_engines_say_what_was_cached_and_some_do_not(monkeypatch):
     router = InFlightRouter("least_prefill_work", two_beginnings())
     heard: list[int | None] = []
     monkeypatch.setattr(router._in_flight, "ended", lambda key, **said: heard.append(said["cached_tokens"]))
@@ -123,7 +120,7 @@ def test_some_engines_say_what_was_cached_and_some_do_not(monkeypatch: pytest.Mo
     assert heard == [None, 77]
 
 
-def test_requests_that_wait_behind_others_are_taken_back_once() -> None:
+def test_requests_that_wait_behind_others_are_taken_back_once():
     prompts = [Prompt(number / 8, 60_000, 10) for number in range(4)]
     field = Scenario("t", 0, 0, prompts, 64, 2, SimulatedEngine(streamed=1.0))
     router = InFlightRouter("least_prefill_work", field)
@@ -145,7 +142,7 @@ def answer(
     return PromptOutcome(Prompt(0.0, tokens, output), replica, 10.0, 10.0 + ttft, 11.0 + ttft, cached)
 
 
-def test_latencies_are_those_of_the_answers() -> None:
+def test_latencies_are_those_of_the_answers():
     answers = [answer(n / 10, replica=n % 3) for n in range(1, 11)]
     told = contest.latencies(answers, replicas=4)
     assert told.requests == 10
@@ -157,11 +154,11 @@ def test_latencies_are_those_of_the_answers() -> None:
     assert contest.latencies([answer(1.0, cached=75), answer(1.0)], 1).cache_hit_ratio == 0.375
 
 
-def test_an_answer_of_one_token_has_no_pace() -> None:
+def test_an_answer_of_one_token_has_no_pace():
     assert contest.latencies([answer(1.0, output=1)], 1).tpot_p90_ms == 0.0
 
 
-def test_classes_are_by_the_length_of_the_input() -> None:
+def test_classes_are_by_the_length_of_the_input():
     lengths = (4_999, 5_000, 20_000, 50_000, 60_000)
     told = contest.classes([answer(n, tokens=tokens) for n, tokens in enumerate(lengths)])
     assert [(name, each["requests"]) for name, each in told.items()] == [
@@ -174,7 +171,7 @@ def test_classes_are_by_the_length_of_the_input() -> None:
     assert told["heavy_plus"]["ttft_p50_ms"] == pytest.approx(3000)
 
 
-def test_a_row_says_which_policy_is_the_default() -> None:
+def test_a_row_says_which_policy_is_the_default():
     [field] = fields("claude_code_le64k", 10)
     rows = [run(field, policy).row() for policy in ("round_robin", DEFAULT_ROUTING)]
     assert [row["default"] for row in rows] == [False, True]
@@ -183,7 +180,7 @@ def test_a_row_says_which_policy_is_the_default() -> None:
     assert all(math.isfinite(value) for value in rows[0].values() if isinstance(value, float))
 
 
-def test_the_table_compares_with_the_default_run_by_run() -> None:
+def test_the_table_compares_with_the_default_run_by_run():
     results = [
         run(field, policy)
         for field in fields("claude_code_le64k", 20, seeds=2)
@@ -196,7 +193,7 @@ def test_the_table_compares_with_the_default_run_by_run() -> None:
     assert other[-1].endswith("longer in 2 of 2")
 
 
-def test_csv_has_a_line_for_each_run_and_columns_for_the_classes() -> None:
+def test_csv_has_a_line_for_each_run_and_columns_for_the_classes():
     [field] = fields("claude_code_le64k", 10)
     file = io.StringIO()
     report.write_routing_csv([run(field, policy) for policy in ("round_robin", "sticky")], file)
@@ -206,7 +203,7 @@ def test_csv_has_a_line_for_each_run_and_columns_for_the_classes() -> None:
     assert int(lines[0]["warm.requests"]) + int(lines[0]["med.requests"]) <= int(lines[0]["requests"])
 
 
-def test_attainment_is_read_off_what_became_of_each_request() -> None:
+def test_attainment_is_read_off_what_became_of_each_request():
     refused = PromptOutcome(Prompt(0.0, 100, 11), REFUSED, 10.0, math.inf, math.inf, 0)
     quick, late, slow = answer(1.0), answer(2.5), answer(1.0)._replace(finished=17.0)
     one_token = answer(2.0, output=1)
@@ -214,7 +211,7 @@ def test_attainment_is_read_off_what_became_of_each_request() -> None:
     assert found == Attainment(slo_ttft=0.6, slo_tpot=0.6, slo=0.4, refused=1)
 
 
-def test_a_refused_request_has_no_latency_and_its_session_goes_on() -> None:
+def test_a_refused_request_has_no_latency_and_its_session_goes_on():
     prompts = [Prompt(0.0, 900_000, 10, session="s"), Prompt(1.0, 1000, 10, session="s")]
     field = Scenario("two", 0, 1, prompts, 64, 2, SimulatedEngine(kv_tokens=1_000_000))
     result = run(field, "slo", kept=Objectives())
@@ -227,7 +224,7 @@ def test_a_refused_request_has_no_latency_and_its_session_goes_on() -> None:
     assert alone.latencies.ttft_mean_ms == 0.0
 
 
-def test_the_table_has_columns_for_objectives_where_there_are_any() -> None:
+def test_the_table_has_columns_for_objectives_where_there_are_any():
     [field] = fields("claude_code_le64k", 20)
     kept = Objectives(ttft=0.5)
     rows = list(report.routing_table([run(field, policy, kept=kept) for policy in ("sticky", "round_robin")]))
@@ -244,7 +241,7 @@ def test_the_table_has_columns_for_objectives_where_there_are_any() -> None:
         ("ttft=6,tpot=0", "tpot must be more than 0 seconds, not 0"),
     ],
 )
-def test_what_is_no_objective_is_told(text: str, problem: str) -> None:
+def test_what_is_no_objective_is_told(text, problem):
     with pytest.raises(ValueError, match=problem):
         contest.read_objectives(text)
     assert contest.read_objectives("tpot=0.1") == Objectives(6.0, 0.1)
@@ -253,7 +250,7 @@ def test_what_is_no_objective_is_told(text: str, problem: str) -> None:
 # What may be asked for
 
 
-def test_all_leaves_out_what_refuses_requests_for_a_prediction() -> None:
+def test_all_leaves_out_what_refuses_requests_for_a_prediction():
     chosen = contest.choose_policies("all", {"mine": {"selector": "round_robin"}})
     assert {"round_robin", "least_delay", "unified", "mine"} <= set(chosen)
     assert "slo" not in chosen
@@ -262,7 +259,7 @@ def test_all_leaves_out_what_refuses_requests_for_a_prediction() -> None:
         contest.choose_policies("round_robin,nothing")
 
 
-def test_an_engine_is_the_default_but_for_what_is_said() -> None:
+def test_an_engine_is_the_default_but_for_what_is_said():
     made = engines.read_engine("kv_tokens=100000,step_seconds=0.01")
     assert (made.kv_tokens, made.step_seconds, made.step_tokens) == (100_000, 0.01, 8192)
     for text, problem in [
@@ -274,7 +271,7 @@ def test_an_engine_is_the_default_but_for_what_is_said() -> None:
             engines.read_engine(text)
 
 
-def test_a_trace_that_has_nothing_in_time_is_refused(tmp_path: Path) -> None:
+def test_a_trace_that_has_nothing_in_time_is_refused(tmp_path):
     file = tmp_path / "late.jsonl"
     file.write_text('{"trace": "late", "block_tokens": 64, "seconds": 10}\n{"at": 20, "in": 5, "out": 1}\n')
     with pytest.raises(BadWorkload, match="late has no request within 10 s"):

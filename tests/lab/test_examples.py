@@ -1,7 +1,5 @@
 """The commands of docs/measuring.md run, and its tables have the columns that the command prints."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -35,15 +33,13 @@ def mux(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     events = folder / "events.jsonl"
     with serving(compose(folder, *names), "--event-log", str(events), state=folder) as running:
         assert running.chat("small", max_tokens=1)[0] == 200
-        running.folder = folder  # type: ignore[attr-defined]
+        running.folder = folder
         yield running
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_page_runs(
-    command: str, mux: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder: Path = mux.folder  # type: ignore[attr-defined]
+def test_a_command_of_the_page_runs(command, mux, monkeypatch, capsys):
+    folder: Path = mux.folder
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_STATE_HOME", str(folder))
     program, *words = shlex.split(command.replace(ELSEWHERE, f"http://127.0.0.1:{mux.port}"), comments=True)
@@ -56,11 +52,11 @@ def test_a_command_of_the_page_runs(
             assert (folder / words[words.index(flag) + 1]).stat().st_size > 0
 
 
-def test_there_are_commands_and_one_of_them_asks_another_server() -> None:
+def test_there_are_commands_and_one_of_them_asks_another_server():
     assert len(COMMANDS) >= 5
     assert any(ELSEWHERE in command for command in COMMANDS)
 
 
 @pytest.mark.parametrize("head", [report.REPLAY_HEAD, report.CLIENTS_HEAD])
-def test_the_tables_of_the_page_have_the_columns_of_the_command(head: tuple[str, ...]) -> None:
+def test_the_tables_of_the_page_have_the_columns_of_the_command(head):
     assert list(head) in [line.split() for line in PAGE.splitlines()]

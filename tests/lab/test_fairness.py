@@ -4,8 +4,6 @@ After a queue is overdue only these load before it on its GPU: what was under wa
 whose queue was there already when it began.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """What an engine of the simulated fleet makes of its requests, checked by hand."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 
@@ -58,42 +56,42 @@ def times(
     return [(pytest.approx(answer.first_byte), pytest.approx(answer.finished)) for answer in answers]
 
 
-def test_an_answer_takes_a_step_for_the_prompt_and_one_for_each_further_token() -> None:
+def test_an_answer_takes_a_step_for_the_prompt_and_one_for_each_further_token():
     assert times([Prompt(5.0, 50, 3)]) == [(6.5, 8.5)]
 
 
-def test_a_long_prompt_is_computed_in_parts() -> None:
+def test_a_long_prompt_is_computed_in_parts():
     assert times([Prompt(0.0, 250, 1)]) == [(2 + 2 + 1.5, 5.5)]
 
 
-def test_requests_are_served_in_their_order_and_share_a_step() -> None:
+def test_requests_are_served_in_their_order_and_share_a_step():
     # While the first is computed two more come: 60 + 40 tokens are in the next step, 20 in the last.
     prompts = [Prompt(0.0, 50, 1), Prompt(1.0, 60, 1), Prompt(1.0, 60, 1)]
     assert times(prompts) == [(1.5, 1.5), (3.5, 3.5), (4.7, 4.7)]
 
 
-def test_a_request_waits_for_the_end_of_the_step_that_it_comes_in() -> None:
+def test_a_request_waits_for_the_end_of_the_step_that_it_comes_in():
     # The first decodes for 100 s, in one sleep; the second comes at 10.3, and its step begins at 11.1.
     assert times([Prompt(0.0, 10, 101), Prompt(10.3, 10, 1)]) == [(1.1, 101.2), (12.2, 12.2)]
 
 
-def test_the_answers_under_way_slow_each_other_down_by_their_number_and_their_context() -> None:
+def test_the_answers_under_way_slow_each_other_down_by_their_number_and_their_context():
     engine = SimulatedEngine(**{**vars(PLAIN), "decode_seconds": 0.1, "context_token_seconds": 0.001})
     # Prompt 1.1 s; then two steps with a context of 11 and of 12 tokens.
     assert times([Prompt(0.0, 10, 3)], engine) == [(1.1, 1.1 + 1.1 + 0.011 + 1.1 + 0.012)]
 
 
-def test_a_prompt_costs_more_the_longer_it_is() -> None:
+def test_a_prompt_costs_more_the_longer_it_is():
     engine = SimulatedEngine(**{**vars(PLAIN), "attention_seconds": 0.0001})
     assert times([Prompt(0.0, 150, 1)], engine) == [(2 + 1.5 + 0.0001 * 150**2, 5.75)]
 
 
-def test_getting_to_the_engine_takes_time_by_tokens() -> None:
+def test_getting_to_the_engine_takes_time_by_tokens():
     engine = SimulatedEngine(**{**vars(PLAIN), "ingress_seconds": 0.5, "ingress_token_seconds": 0.1})
     assert times([Prompt(0.0, 10, 1)], engine) == [(0.5 + 1.0 + 1.1, 2.6)]
 
 
-def test_the_default_engine_is_the_one_that_was_measured() -> None:
+def test_the_default_engine_is_the_one_that_was_measured():
     """On an H20: 0.08 s to the first byte for 1,024 tokens, 15.4 s for 65,536, 0.11 s if those are cached."""
     short, long = (simulate([Prompt(0.0, n, 1)], Told(0), 1, 64)[0] for n in (1024, 65_536))
     assert short.first_byte == pytest.approx(0.08, rel=0.12)
@@ -105,19 +103,19 @@ def test_the_default_engine_is_the_one_that_was_measured() -> None:
 # Caches
 
 
-def test_blocks_that_were_computed_are_not_computed_again() -> None:
+def test_blocks_that_were_computed_are_not_computed_again():
     first, second = Prompt(0.0, 55, 1, (1, 2, 3, 4, 5)), Prompt(10.0, 55, 1, (1, 2, 3, 4, 6))
     answers = simulate([first, second], Told(0), 1, 10, PLAIN)
     assert [answer.cached_tokens for answer in answers] == [0, 40]
     assert answers[1].first_byte == pytest.approx(10.0 + 1.0 + 0.15)
 
 
-def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+def test_the_last_token_of_a_prompt_is_always_computed():
     prompts = [Prompt(at, 20, 1, (1, 2)) for at in (0.0, 10.0)]
     assert simulate(prompts, Told(0), 1, 10, PLAIN)[1].cached_tokens == 19
 
 
-def test_blocks_are_shared_when_they_are_computed_not_before() -> None:
+def test_blocks_are_shared_when_they_are_computed_not_before():
     prompts = [Prompt(0.0, 100, 1, tuple(range(10))) for _ in range(2)]
     assert [answer.cached_tokens for answer in simulate(prompts, Told(0), 1, 10, PLAIN)] == [0, 99]
     prompts = [Prompt(at, 50, 1, tuple(range(5))) for at in (1.0, 1.0)]
@@ -126,12 +124,12 @@ def test_blocks_are_shared_when_they_are_computed_not_before() -> None:
     assert [answer.cached_tokens for answer in answers] == [0, 0, 0]
 
 
-def test_a_replica_does_not_know_what_another_one_holds() -> None:
+def test_a_replica_does_not_know_what_another_one_holds():
     prompts = [Prompt(at, 20, 1, (1, 2)) for at in (0.0, 10.0)]
     assert simulate(prompts, Told(0, 1), 2, 10, PLAIN)[1].cached_tokens == 0
 
 
-def test_a_request_waits_until_its_whole_input_and_output_fit() -> None:
+def test_a_request_waits_until_its_whole_input_and_output_fit():
     # The first holds 600 of 1,000 tokens until 501 tokens are out; the second needs 500, the third would fit.
     prompts = [Prompt(0.0, 100, 500), Prompt(1.0, 100, 400), Prompt(1.0, 10, 1)]
     (_, freed), (second, _), (third, _) = times(prompts)
@@ -140,12 +138,12 @@ def test_a_request_waits_until_its_whole_input_and_output_fit() -> None:
     assert third == 503 + 1.1
 
 
-def test_what_never_fits_is_refused() -> None:
+def test_what_never_fits_is_refused():
     with pytest.raises(PromptTooLarge, match="needs 101 KV blocks of 10 tokens; a replica has 100"):
         simulate([Prompt(0.0, 1000, 1)], Told(0), 1, 10, PLAIN)
 
 
-def test_idle_blocks_go_first_used_first_and_the_end_of_a_prompt_before_its_beginning() -> None:
+def test_idle_blocks_go_first_used_first_and_the_end_of_a_prompt_before_its_beginning():
     blocks = Blocks(6)
     for ids in ([1, 2, 3], [4, 5]):
         assert blocks.reserve([], len(ids))
@@ -157,7 +155,7 @@ def test_idle_blocks_go_first_used_first_and_the_end_of_a_prompt_before_its_begi
     assert blocks.used == 6
 
 
-def test_pinned_blocks_stay() -> None:
+def test_pinned_blocks_stay():
     blocks = Blocks(4)
     assert blocks.reserve([], 3)
     blocks.share([1, 2, 3])
@@ -193,7 +191,7 @@ class Naive:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_blocks_do_what_sets_of_users_do(seed: int) -> None:
+def test_blocks_do_what_sets_of_users_do(seed):
     draw = random.Random(seed)
     blocks, naive = Blocks(40), Naive(40)
     running: dict[int, tuple[list[int], int]] = {}
@@ -227,7 +225,7 @@ def test_blocks_do_what_sets_of_users_do(seed: int) -> None:
 # Sessions, and the whole
 
 
-def test_a_turn_of_a_session_waits_for_the_answer_before_it() -> None:
+def test_a_turn_of_a_session_waits_for_the_answer_before_it():
     prompts = [Prompt(0.0, 10, 11, (), "a"), Prompt(3.0, 10, 1, (), "a"), Prompt(50.0, 10, 1, (), "a")]
     answers = simulate(prompts, Told(0), 1, 10, PLAIN)
     assert [answer.arrived for answer in answers] == [0.0, pytest.approx(11.1), 50.0]
@@ -261,8 +259,8 @@ class TakesBack(Told):
     ],
 )
 def test_a_request_that_is_taken_back_is_served_elsewhere_and_holds_nothing_where_it_was(
-    key: int, ingress: float, third: float, expected: list[tuple[int, float]]
-) -> None:
+    key, ingress, third, expected
+):
     engine = SimulatedEngine(**{**vars(PLAIN), "ingress_seconds": ingress})
     prompts = [Prompt(0.0, 300, 1), Prompt(0.0, 10, 1, (), "s"), Prompt(third, 100, 1), Prompt(20.0, 900, 1)]
     answers = simulate(prompts, TakesBack(key), 2, 10, engine)
@@ -283,7 +281,7 @@ def crowd(seed: int, count: int = 200) -> list[Prompt]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_request_is_chosen_for_begins_and_ends_once(seed: int) -> None:
+def test_every_request_is_chosen_for_begins_and_ends_once(seed):
     prompts, router = crowd(seed), Told(0, 2, 1, 1)
     answers = simulate(prompts, router, 3, 10, PLAIN)
     assert sorted(answer.prompt for answer in answers) == sorted(prompts)
@@ -295,6 +293,6 @@ def test_every_request_is_chosen_for_begins_and_ends_once(seed: int) -> None:
         assert 0 <= answer.cached_tokens < answer.prompt.tokens
 
 
-def test_the_same_requests_end_the_same() -> None:
+def test_the_same_requests_end_the_same():
     first, again = (simulate(crowd(1), Told(0, 1), 2, 10, PLAIN) for _ in range(2))
     assert first == again

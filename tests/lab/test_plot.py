@@ -1,7 +1,5 @@
 """Pictures show what is in the logs, also where a log has more to it than a picture has room."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import replace
@@ -44,7 +42,7 @@ def words(file: Path, runs: list[plot.Drawn]) -> list[str]:
 # What is drawn
 
 
-def test_a_bar_is_what_holds_a_gpu_for_a_while() -> None:
+def test_a_bar_is_what_holds_a_gpu_for_a_while():
     told = History(
         [
             Event(10.0, "ready", "a", "a", cause=Cause("adopted")),
@@ -66,7 +64,7 @@ def test_a_bar_is_what_holds_a_gpu_for_a_while() -> None:
     ]
 
 
-def test_a_line_grows_with_each_arrival_and_shrinks_with_each_end() -> None:
+def test_a_line_grows_with_each_arrival_and_shrinks_with_each_end():
     told = History(
         [
             Event(0.0, "queued", "a", ticket=1, size=1),
@@ -79,7 +77,7 @@ def test_a_line_grows_with_each_arrival_and_shrinks_with_each_end() -> None:
     assert told.lengths["a"] == [(0.0, 1), (1.0, 2), (2.0, 1), (3.0, 0)]
 
 
-def test_a_wait_stands_at_its_arrival_and_says_how_it_ended() -> None:
+def test_a_wait_stands_at_its_arrival_and_says_how_it_ended():
     told = History(
         [
             Event(5.0, "queued", "a", ticket=1, size=1),
@@ -98,7 +96,7 @@ def test_a_wait_stands_at_its_arrival_and_says_how_it_ended() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_backends_that_share_a_gpu_get_rows_of_their_own(layout: str) -> None:
+def test_backends_that_share_a_gpu_get_rows_of_their_own(layout):
     most = 0
     for seed in range(4):
         config, trace, engines = world(layout, "eager", seed)
@@ -116,14 +114,14 @@ def test_backends_that_share_a_gpu_get_rows_of_their_own(layout: str) -> None:
     assert most > 1 if shared else most == 1
 
 
-def test_a_stack_shows_the_length_of_each_line_from_each_moment_on() -> None:
+def test_a_stack_shows_the_length_of_each_line_from_each_moment_on():
     lengths = {"a": [(1.0, 1), (1.0, 2), (3.0, 0)], "b": [(2.0, 5), (2.0, 0)]}
     moments, rows = plot._stack(lengths, ["a", "b"], 4.0)
     assert moments == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert rows == [[0, 2, 2, 0, 0], [0, 0, 0, 0, 0]]
 
 
-def test_hours_of_lines_are_thinned_out_but_no_peak_is_lost() -> None:
+def test_hours_of_lines_are_thinned_out_but_no_peak_is_lost():
     steps = [(n / 10, n % 7) for n in range(100_000)]
     steps[50_000] = (5000.0, 99)
     moments, [row] = plot._stack({"a": steps}, ["a"], 10_000.0)
@@ -136,7 +134,7 @@ def test_hours_of_lines_are_thinned_out_but_no_peak_is_lost() -> None:
 
 
 @pytest.mark.parametrize("suffix", BEGIN)
-def test_the_name_of_the_file_says_what_kind_of_picture_it_is(tmp_path: Path, suffix: str) -> None:
+def test_the_name_of_the_file_says_what_kind_of_picture_it_is(tmp_path, suffix):
     for name in ("one", "again"):
         draw([run()], tmp_path / (name + suffix))
     one = (tmp_path / ("one" + suffix)).read_bytes()
@@ -145,7 +143,7 @@ def test_the_name_of_the_file_says_what_kind_of_picture_it_is(tmp_path: Path, su
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_every_run_has_a_panel_with_its_figures_and_there_is_one_legend(tmp_path: Path, count: int) -> None:
+def test_every_run_has_a_panel_with_its_figures_and_there_is_one_legend(tmp_path, count):
     runs = [(f"policy {n}", *run(policy="eager")[1:]) for n in range(count)]
     texts = words(tmp_path / "picture.svg", runs)
     for n in range(count):
@@ -156,14 +154,14 @@ def test_every_run_has_a_panel_with_its_figures_and_there_is_one_legend(tmp_path
     assert "draining" not in texts
 
 
-def test_panels_share_their_scales(tmp_path: Path) -> None:
+def test_panels_share_their_scales(tmp_path):
     texts = words(tmp_path / "picture.svg", [run(policy="eager"), run(policy="debounce")])
     assert texts.count("seconds") == 2
     marks = [text for text in texts if text.isdigit()]
     assert marks.count("20") == 2
 
 
-def test_a_log_of_hours_makes_no_bigger_picture_than_one_of_minutes(tmp_path: Path) -> None:
+def test_a_log_of_hours_makes_no_bigger_picture_than_one_of_minutes(tmp_path):
     config = replace(AB, max_wait=60.0)
     trace = [Arrival(n * 2.0, "ab"[n // 10 % 2], 1.0) for n in range(5_500)]
     log = simulate(config, trace, Engines(other_load_seconds=3.0))
@@ -172,7 +170,7 @@ def test_a_log_of_hours_makes_no_bigger_picture_than_one_of_minutes(tmp_path: Pa
     assert (tmp_path / "long.svg").stat().st_size < 3_000_000
 
 
-def test_more_models_than_colours_share_a_grey_one(tmp_path: Path) -> None:
+def test_more_models_than_colours_share_a_grey_one(tmp_path):
     config = Config(tuple(Backend(f"m{n}", f"m{n}", (str(n),)) for n in range(12)))
     log = simulate(config, [Arrival(float(n), f"m{n}", 1.0) for n in range(12)])
     texts = words(tmp_path / "many.svg", [("many", log, config, {})])
@@ -191,7 +189,7 @@ def test_more_models_than_colours_share_a_grey_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "log", [[], [Event(1.0, "ready", "a", "a", cause=Cause("adopted"))]], ids=["stopped", "idle"]
 )
-def test_a_log_in_which_nothing_happens_is_drawn_too(tmp_path: Path, log: list[Event]) -> None:
+def test_a_log_in_which_nothing_happens_is_drawn_too(tmp_path, log):
     assert "0 swaps; mean wait 0 s, longest 0 s" in words(tmp_path / "idle.svg", [("idle", log, AB, {})])
 
 
@@ -200,7 +198,7 @@ def test_a_log_in_which_nothing_happens_is_drawn_too(tmp_path: Path, log: list[E
     [(0.4, "seconds", 0.1), (40.0, "seconds", 10), (290.0, "seconds", 50), (1800.0, "minutes", 5),
      (4 * 3600.0, "hours", 1), (86400.0 * 7, "days", 2), (86400.0 * 1000, "days", 365)],
 )  # fmt: skip
-def test_the_time_is_marked_a_few_times_in_round_numbers(end: float, unit: str, step: float) -> None:
+def test_the_time_is_marked_a_few_times_in_round_numbers(end, unit, step):
     assert plot._time_scale(end)[1:] == (unit, step)
 
 
@@ -210,7 +208,7 @@ def test_the_time_is_marked_a_few_times_in_round_numbers(end: float, unit: str, 
 # Phases of swaps
 
 
-def test_phases_stand_in_their_order_and_those_that_nobody_could_see_are_left_out(tmp_path: Path) -> None:
+def test_phases_stand_in_their_order_and_those_that_nobody_could_see_are_left_out(tmp_path):
     file = tmp_path / "swaps.svg"
     bars = [
         plot.PhaseBar("a", {"load": 1.0, "first_token": 0.5}, 1.4, "1.5 s"),
@@ -226,15 +224,13 @@ def test_phases_stand_in_their_order_and_those_that_nobody_could_see_are_left_ou
     assert any(word.startswith("not possible: x") and word.endswith("x...") for word in told)
 
 
-def test_without_matplotlib_the_advice_is_to_install_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_the_advice_is_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(CannotDraw, match=r"pip install 'anvil-mux\[plot\]'"):
         draw([run()], tmp_path / "picture.png")
 
 
-def test_other_kinds_of_files_are_refused(tmp_path: Path) -> None:
+def test_other_kinds_of_files_are_refused(tmp_path):
     with pytest.raises(CannotDraw, match=r"picture\.bmp: its name must end in \.png, \.svg or \.pdf"):
         draw([run()], tmp_path / "picture.bmp")
     with pytest.raises(CannotDraw, match="nothing to draw"):

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,30 +32,28 @@ MADE = Profile(
     ("tokens", "expected"),
     [(0, 0.0), (500, 50.0), (1000, 100.0), (1500, 200.0), (2000, 300.0), (4500, 650.0)],
 )
-def test_the_first_token_lies_on_the_measured_line_chunk_by_chunk(tokens: int, expected: float) -> None:
+def test_the_first_token_lies_on_the_measured_line_chunk_by_chunk(tokens, expected):
     assert MADE.first_token(tokens, 0, 0) == pytest.approx(expected)
 
 
-def test_answers_under_way_slow_each_chunk_down() -> None:
+def test_answers_under_way_slow_each_chunk_down():
     assert MADE.first_token(2500, 4, 400) == pytest.approx(300.0 + 50.0 + 2 * 16.0)
 
 
 @pytest.mark.parametrize("beside", [0.0, 30.0])
 @pytest.mark.parametrize("cached", [0, 300, 1000])
 @pytest.mark.parametrize("tokens", [1000, 1700, 2000])
-def test_what_is_computed_in_the_time_of_a_prompt_is_the_prompt(
-    tokens: int, cached: int, beside: float
-) -> None:
+def test_what_is_computed_in_the_time_of_a_prompt_is_the_prompt(tokens, cached, beside):
     assert cached + MADE.computed(cached, MADE.prefill(cached, tokens, beside), beside) == tokens
 
 
-def test_a_prompt_whose_beginning_is_cached_takes_what_it_takes_longer_than_that() -> None:
+def test_a_prompt_whose_beginning_is_cached_takes_what_it_takes_longer_than_that():
     assert MADE.prefill(1000, 2000) == 200.0
     assert MADE.prefill(1000, 2000, beside=16.0) == 200.0 + 16.0 / 2
     assert MADE.computed(1000, 100.0) == 500
 
 
-def test_of_prompts_longer_than_was_measured_nothing_is_predicted() -> None:
+def test_of_prompts_longer_than_was_measured_nothing_is_predicted():
     assert MADE.prefill(1900, 2001) == math.inf
     assert MADE.computed(2001, 500.0) == MADE.computed(0, 500.0, math.inf) == MADE.computed(0, -5.0) == 0
     assert MADE.computed(0, 9000.0) == 2000
@@ -77,7 +74,7 @@ def test_of_prompts_longer_than_was_measured_nothing_is_predicted() -> None:
         (2, 1001, math.inf),
     ],
 )
-def test_further_tokens_lie_between_what_was_measured(batch: float, each: float, expected: float) -> None:
+def test_further_tokens_lie_between_what_was_measured(batch, each, expected):
     assert MADE.next_token(batch, each) == pytest.approx(expected)
 
 
@@ -91,7 +88,7 @@ def file(**changes: Any) -> str:
     )
 
 
-def test_a_file_is_read_in_any_order() -> None:
+def test_a_file_is_read_in_any_order():
     made = read_profile(file(metadata={"max_num_batched_tokens": 4096}))
     assert made.ttft == ((0.0, 0.0), (500.0, 60.0), (1000.0, 100.0))
     assert made.tpot == ((1, ((100.0, 10.0),)),)
@@ -110,12 +107,12 @@ def test_a_file_is_read_in_any_order() -> None:
         (file(metadata={"max_num_batched_tokens": "many"}), "max_num_batched_tokens must be"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(text: str, why: str) -> None:
+def test_what_is_wrong_with_a_file_is_said(text, why):
     with pytest.raises(ValueError, match=why):
         read_profile(text)
 
 
-def test_where_more_was_measured_quicker_both_take_what_lies_between() -> None:
+def test_where_more_was_measured_quicker_both_take_what_lies_between():
     """On a quiet GPU one answer and two take nearly the same time; where more looks quicker, nobody packs."""
     rows = [(1, 100, 10.0), (1, 900, 12.0), (2, 100, 9.0), (2, 500, 9.5), (4, 100, 14.0), (4, 900, 11.0)]
     results = [{"batch_size": b, "tokens_per_request": t, "p50": p} for b, t, p in rows]
@@ -129,7 +126,7 @@ def test_where_more_was_measured_quicker_both_take_what_lies_between() -> None:
     )
 
 
-def test_less_never_takes_longer_than_more_whatever_was_measured() -> None:
+def test_less_never_takes_longer_than_more_whatever_was_measured():
     draw = random.Random(5)
     for _ in range(200):
         rows = [
@@ -147,7 +144,7 @@ def test_less_never_takes_longer_than_more_whatever_was_measured() -> None:
             assert all(less <= more + 1e-9 for less, more in pairwise(finite))
 
 
-def test_slo_refuses_what_would_come_too_late_and_takes_the_quickest_of_the_others() -> None:
+def test_slo_refuses_what_would_come_too_late_and_takes_the_quickest_of_the_others():
     slow = MADE._replace(ttft=((0.0, 0.0), (2000.0, 5200.0)))
     fast, late = Replica("fast", profile=MADE), Replica("late", profile=slow)
     policy, work = pipeline.build("slo"), Work(tokens=800)
@@ -225,7 +222,7 @@ def profiler(engine: Engine, model: str = "m") -> Profiler:
     return Profiler(PlayedServer(engine.url), model)
 
 
-def test_a_measured_profile_can_be_read_and_has_the_engines_own_counts(engine: Engine) -> None:
+def test_a_measured_profile_can_be_read_and_has_the_engines_own_counts(engine):
     said: list[str] = []
     found = measure(
         profiler(engine), said.append, prompts=(100, 400), batches=(1, 3), lengths=(200,), repeat=2
@@ -241,15 +238,13 @@ def test_a_measured_profile_can_be_read_and_has_the_engines_own_counts(engine: E
 
 
 @pytest.mark.parametrize("tokens_per_word", [1, 4])
-def test_prompts_have_the_length_that_was_asked_for_whatever_the_tokenizer(
-    engine: Engine, tokens_per_word: int
-) -> None:
+def test_prompts_have_the_length_that_was_asked_for_whatever_the_tokenizer(engine, tokens_per_word):
     engine.tokens_per_word = tokens_per_word
     found = measure(profiler(engine), print, prompts=(128, 2048), batches=(1,), lengths=(64,), repeat=1)
     assert [row["tokens_num"] for row in found["ttft"]["results"]] == [128, 2048]
 
 
-def test_of_what_the_engine_has_no_context_for_the_longest_that_it_has_is_measured(engine: Engine) -> None:
+def test_of_what_the_engine_has_no_context_for_the_longest_that_it_has_is_measured(engine):
     engine.context, said = 2048, []
     found = measure(
         profiler(engine),
@@ -271,7 +266,7 @@ def test_of_what_the_engine_has_no_context_for_the_longest_that_it_has_is_measur
     assert sum("tokens and more are left out" in line for line in said) == 2
 
 
-def test_a_longest_that_was_asked_for_anyway_is_measured_once(engine: Engine) -> None:
+def test_a_longest_that_was_asked_for_anyway_is_measured_once(engine):
     engine.context = 251
     found = measure(
         profiler(engine), print, prompts=(100, 248, 255), batches=(1,), lengths=(200, 206), repeat=1
@@ -280,7 +275,7 @@ def test_a_longest_that_was_asked_for_anyway_is_measured_once(engine: Engine) ->
     assert [row["tokens_per_request"] - OUTPUT // 2 for row in found["tpot"]["results"]] == [200]
 
 
-def test_an_engine_that_has_no_context_for_any_of_it_is_quoted(engine: Engine) -> None:
+def test_an_engine_that_has_no_context_for_any_of_it_is_quoted(engine):
     engine.context = 70
     with pytest.raises(BackendError, match="m answered 400"):
         measure(profiler(engine), print, prompts=(100,))
@@ -288,7 +283,7 @@ def test_an_engine_that_has_no_context_for_any_of_it_is_quoted(engine: Engine) -
         measure(profiler(engine), print, prompts=(50,), batches=(1,), lengths=(100,))
 
 
-def test_several_tokens_in_a_piece_are_so_many_tokens() -> None:
+def test_several_tokens_in_a_piece_are_so_many_tokens():
     """As vLLM sends them with --stream-interval, and every engine that guesses ahead."""
     moments = [10.0, 10.4, 10.8, 11.2]
     one, four = Streamed(9.0, moments, tokens=4), Streamed(9.0, moments, tokens=16)
@@ -298,7 +293,7 @@ def test_several_tokens_in_a_piece_are_so_many_tokens() -> None:
     assert Streamed(9.0, moments[:1]).between_tokens(10.0, 11.2) is None
 
 
-def test_more_than_the_engine_answers_at_once_is_left_out(engine: Engine) -> None:
+def test_more_than_the_engine_answers_at_once_is_left_out(engine):
     engine.slots, said = 2, []
     found = measure(profiler(engine), said.append, prompts=(100,), batches=(1, 2, 4), lengths=(64,), repeat=1)
     assert [row["batch_size"] for row in found["tpot"]["results"]] == [1, 2]
@@ -306,47 +301,43 @@ def test_more_than_the_engine_answers_at_once_is_left_out(engine: Engine) -> Non
 
 
 @pytest.mark.parametrize("slots", [None, "many", 0])
-def test_an_engine_that_does_not_say_how_much_it_answers_at_once_is_tried(
-    engine: Engine, slots: object
-) -> None:
+def test_an_engine_that_does_not_say_how_much_it_answers_at_once_is_tried(engine, slots):
     engine.slots = slots
     found = measure(profiler(engine), print, prompts=(100,), batches=(1, 8), lengths=(64,), repeat=1)
     assert [row["batch_size"] for row in found["tpot"]["results"]] == [1, 8]
 
 
-def test_two_replicas_are_not_measured_as_one(engine: Engine) -> None:
+def test_two_replicas_are_not_measured_as_one(engine):
     engine.backends = ["a; why", "a; why", "b; why"]
     with pytest.raises(BackendError, match="a and b both answer for m: stop all but one"):
         measure(profiler(engine), print, prompts=(100,), batches=(1,), lengths=(64,))
 
 
-def test_two_that_share_an_answer_are_not_measured_as_one(engine: Engine) -> None:
+def test_two_that_share_an_answer_are_not_measured_as_one(engine):
     engine.backends = ["a; slo_adaptive: predicted_tpot 3; prefill by b"]
     with pytest.raises(BackendError, match="b and a share the answers of m: stop one of them"):
         measure(profiler(engine), print, prompts=(100,), batches=(1,), lengths=(64,))
 
 
-def test_an_engine_that_refuses_is_quoted(engine: Engine) -> None:
+def test_an_engine_that_refuses_is_quoted(engine):
     with pytest.raises(BackendError, match="other answered 404"):
         measure(profiler(engine, "other"), print)
     with pytest.raises(BackendError, match="other answered 404"):
         profiler(engine, "other").at_once(["a", "b"], 1)
 
 
-def test_an_engine_that_is_not_there_is_said() -> None:
+def test_an_engine_that_is_not_there_is_said():
     with pytest.raises(BackendError, match="cannot be measured"):
         Profiler(PlayedServer("http://127.0.0.1:9"), "m").ask("a", 1)
 
 
-def test_a_server_with_tls_is_not_asked_in_the_clear(engine: Engine) -> None:
+def test_a_server_with_tls_is_not_asked_in_the_clear(engine):
     with pytest.raises(BackendError, match="cannot be measured"):
         Profiler(PlayedServer(engine.url.replace("http", "https")), "m").ask("a", 1)
     assert engine.asked == []
 
 
-def test_the_command_writes_a_file_that_a_service_can_name(
-    engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_a_file_that_a_service_can_name(engine, tmp_path, capsys):
     target = tmp_path / "fast.json"
     words = ["profile", "m", "--url", engine.url, "--prompts", "100", "--batches", "1", "--lengths", "64"]
     assert cli.main([*words, "--repeat", "1", "-o", str(target)]) == 0

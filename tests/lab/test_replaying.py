@@ -1,12 +1,9 @@
 """`anvil-mux replay` against a real anvil-mux with stand-in engines, and against what is none."""
 
-from __future__ import annotations
-
 import csv
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +18,7 @@ from tests.running import Running, serving
 def mux(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("replay")
     with serving(compose(folder, load_seconds=0.3, tokens_per_second=400), state=folder) as running:
-        running.folder = folder  # type: ignore[attr-defined]
+        running.folder = folder
         yield running
 
 
@@ -38,13 +35,11 @@ SESSION = """
 """.lstrip()
 
 
-def test_a_session_is_played_and_stands_beside_its_simulation(
-    mux: Running, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_session_is_played_and_stands_beside_its_simulation(mux, url, tmp_path, capsys):
     workload, requests = tmp_path / "w.jsonl", tmp_path / "requests.csv"
     workload.write_text(SESSION)
     words = ["--trace", str(workload), "--tokens-per-second", "20", "--csv", str(requests)]
-    simulate = ["--simulate", str(mux.folder / "compose.yaml")]  # type: ignore[attr-defined]
+    simulate = ["--simulate", str(mux.folder / "compose.yaml")]
     assert main(["replay", "--url", url, *words, *simulate, "--json"]) == 0
     measured, simulated = json.loads(capsys.readouterr().out)
     assert measured["requests"] == simulated["requests"] == measured["clients"]["requests"] == 3
@@ -69,14 +64,12 @@ def test_a_session_is_played_and_stands_beside_its_simulation(
         (["--trace", "nowhere.jsonl"], 1, "nowhere.jsonl: no such file; shipped: "),
     ],
 )
-def test_what_cannot_be_played_is_said_in_a_sentence(
-    url: str, words: list[str], code: int, why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_played_is_said_in_a_sentence(url, words, code, why, capsys):
     assert main(["replay", "--url", url, *words]) == code
     assert why in capsys.readouterr().err
 
 
-def test_a_server_that_does_not_answer(capsys: pytest.CaptureFixture[str], free_port: int) -> None:
+def test_a_server_that_does_not_answer(capsys, free_port):
     assert main(["replay", "--url", f"127.0.0.1:{free_port}", "--profile", "single"]) == 3
     assert "nobody answers at http://127.0.0.1:" in capsys.readouterr().err
 
@@ -99,9 +92,7 @@ socketserver.TCPServer(("127.0.0.1", int(os.environ["PORT"])), Handler).serve_fo
 """
 
 
-def test_the_server_tells_of_answers_that_broke_off(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_server_tells_of_answers_that_broke_off(tmp_path, capsys):
     engine = {"command": [sys.executable, "-c", BREAKS_OFF], "x-anvil": {"gpus": ["0"]}}
     file = tmp_path / "compose.yaml"
     file.write_text(yaml.safe_dump({"x-anvil": {"runtime": "process"}, "services": {"a": engine}}))

@@ -1,7 +1,5 @@
 """What a user sees from outside: situations that go through several rooms, over real sockets."""
 
-from __future__ import annotations
-
 import json
 import random
 import threading
@@ -26,17 +24,17 @@ LAST_CHUNK = b"0\r\n\r\n"
 
 
 def healthz(rig: Rig) -> dict[str, dict[str, dict[str, object]]]:
-    return json.loads(rig.client().get(b"/healthz").body)  # type: ignore[no-any-return]
+    return json.loads(rig.client().get(b"/healthz").body)
 
 
 def error_code(answer: Answer) -> str:
-    return json.loads(answer.body)["error"]["code"]  # type: ignore[no-any-return]
+    return json.loads(answer.body)["error"]["code"]
 
 
 # Looking
 
 
-def test_looking_loads_nothing(rig: Rig) -> None:
+def test_looking_loads_nothing(rig):
     connection = rig.client()
     for path in (
         b"/",
@@ -54,7 +52,7 @@ def test_looking_loads_nothing(rig: Rig) -> None:
     assert rig.events.seen == [each for each in rig.events.seen if not isinstance(each, Event)]
 
 
-def test_the_state_shows_who_waits_and_how_the_last_load_failed(rig: Rig) -> None:
+def test_the_state_shows_who_waits_and_how_the_last_load_failed(rig):
     rig.mechanism.gate.clear()
     waiting = [rig.client() for _ in range(3)]
     for client in waiting:
@@ -74,9 +72,7 @@ def test_the_state_shows_who_waits_and_how_the_last_load_failed(rig: Rig) -> Non
 # Failing
 
 
-def test_what_cannot_be_stopped_is_shown_and_nothing_is_started_on_top(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_stopped_is_shown_and_nothing_is_started_on_top(rig, monkeypatch):
     def evict(backend: Backend, how: str) -> Evicted:
         raise BackendError("the container does not stop")
 
@@ -94,7 +90,7 @@ def test_what_cannot_be_stopped_is_shown_and_nothing_is_started_on_top(
     assert "does not stop" in str(state["models"]["a"]["last_error"])
 
 
-def test_a_model_that_fails_to_load_does_not_take_the_other_with_it(rig: Rig) -> None:
+def test_a_model_that_fails_to_load_does_not_take_the_other_with_it(rig):
     rig.engine.answer = lambda _: JSON_OK
     connection = rig.client()
     connection.post(ASK_A)
@@ -110,7 +106,7 @@ def test_a_model_that_fails_to_load_does_not_take_the_other_with_it(rig: Rig) ->
     assert [event.backend for event in rig.events.of("loading")] == ["a", "b", "a"]
 
 
-def test_one_call_of_a_client_that_retries_puts_the_resident_out_once(rig: Rig) -> None:
+def test_one_call_of_a_client_that_retries_puts_the_resident_out_once(rig):
     rig.engine.answer = lambda _: JSON_OK
     connection = rig.client()
     connection.post(ASK_A)
@@ -128,7 +124,7 @@ def test_one_call_of_a_client_that_retries_puts_the_resident_out_once(rig: Rig) 
 
 
 @pytest.mark.parametrize("policy", ["eager", "debounce"])
-def test_one_very_slow_load_does_not_freeze_switching(policy: str) -> None:
+def test_one_very_slow_load_does_not_freeze_switching(policy):
     def engines(step: Step, nth: int) -> Outcome:
         return Outcome(
             (500.0 if step.backend == "b" and nth == 0 else 5.0) if isinstance(step, Load) else 1.0
@@ -145,9 +141,7 @@ def test_one_very_slow_load_does_not_freeze_switching(policy: str) -> None:
 # Endurance
 
 
-def test_thirty_random_rounds_lose_no_request_and_leave_nothing_behind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_thirty_random_rounds_lose_no_request_and_leave_nothing_behind(monkeypatch):
     monkeypatch.setattr("anvil_mux.proxy.server.SPARE_SECONDS", 0.1)
     before = set(threading.enumerate())
     rig = Rig()

@@ -1,7 +1,5 @@
 """One request, as its client sees the answer: over real sockets, with a server whose every byte is given."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -55,7 +53,7 @@ def ask(engine: FakeEngine, answer: bytes, request: Prompt = ASKED, path: str = 
     return found
 
 
-def test_an_answer_is_timed_from_its_first_text_and_counted_by_its_usage(engine: FakeEngine) -> None:
+def test_an_answer_is_timed_from_its_first_text_and_counted_by_its_usage(engine):
     found = ask(
         engine, SSE_HEAD + event(text("")) + event(text("a")) + event(text("b")) + event(USAGE) + DONE
     )
@@ -64,12 +62,12 @@ def test_an_answer_is_timed_from_its_first_text_and_counted_by_its_usage(engine:
     assert (found.tokens, found.prompt_tokens, found.cached_tokens) == (3, 9, 4)
 
 
-def test_without_usage_the_events_with_text_are_counted(engine: FakeEngine) -> None:
+def test_without_usage_the_events_with_text_are_counted(engine):
     pieces = [event(text(piece)) for piece in "abcd"] + [event(text("", finish_reason="length"))]
     assert ask(engine, SSE_HEAD + b"".join(pieces) + DONE).tokens == 4
 
 
-def test_a_chat_is_timed_from_its_first_content(engine: FakeEngine) -> None:
+def test_a_chat_is_timed_from_its_first_content(engine):
     def delta(said: dict[str, str]) -> bytes:
         return event({"choices": [{"index": 0, "delta": said}]})
 
@@ -101,14 +99,12 @@ SEVERED = b'{"error":{"code":"severed","message":"Send it again."}}'
         (b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 2\r\n\r\nno", 502, "Bad Gateway", ""),
     ],
 )
-def test_what_is_no_whole_answer_has_a_code(
-    engine: FakeEngine, answer: bytes, status: int, code: str, message: str
-) -> None:
+def test_what_is_no_whole_answer_has_a_code(engine, answer, status, code, message):
     found = ask(engine, answer)
     assert (found.status, found.code, found.message) == (status, code, message)
 
 
-def test_a_client_leaves_when_it_is_out_of_patience(engine: FakeEngine) -> None:
+def test_a_client_leaves_when_it_is_out_of_patience(engine):
     server = PlayedServer(f"http://127.0.0.1:{engine.address[1]}")
     hasty = ASKED._replace(patience=0.01)
     found = server.prepare(hasty, 0, "one", id="id", now=lambda: 0.0)()
@@ -116,12 +112,12 @@ def test_a_client_leaves_when_it_is_out_of_patience(engine: FakeEngine) -> None:
     assert math.isnan(found.first)
 
 
-def test_a_server_that_is_not_there() -> None:
+def test_a_server_that_is_not_there():
     with pytest.raises(MuxError, match="no address of a server"):
         PlayedServer("nowhere")
 
 
-def test_models_are_looked_for_in_the_list_and_by_their_names(engine: FakeEngine) -> None:
+def test_models_are_looked_for_in_the_list_and_by_their_names(engine):
     listed = json.dumps({"data": [{"id": "a"}]}).encode()
 
     def answers(found: bytes) -> Callable[[Asked], bytes]:

@@ -1,7 +1,5 @@
 """Figures of swaps, from literal logs, and the standby levels that are not measured, with the reason."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Iterable, Sequence
@@ -53,11 +51,11 @@ LOG = [
 ]
 
 
-def test_phases_follow_each_other_from_the_last_leases_end_to_the_first_byte() -> None:
+def test_phases_follow_each_other_from_the_last_leases_end_to_the_first_byte():
     assert swap_figures.phases(LOG, 21.0) == {"drain": 0.5, "evict": 1.5, "load": 8.0, "first_token": 1.0}
 
 
-def test_what_the_mechanism_tells_is_taken_out_of_the_phase_in_which_it_happened() -> None:
+def test_what_the_mechanism_tells_is_taken_out_of_the_phase_in_which_it_happened():
     told = [
         TimedPhase(11.0, "evict", 0.5),
         TimedPhase(12.0, "verify", 1.0),
@@ -78,14 +76,14 @@ def test_what_the_mechanism_tells_is_taken_out_of_the_phase_in_which_it_happened
     assert sum(found.values()) == 11.0
 
 
-def test_who_had_to_be_stopped_did_not_rest_in_the_way_that_is_measured() -> None:
+def test_who_had_to_be_stopped_did_not_rest_in_the_way_that_is_measured():
     standby = [event._replace(kind="standby") if event.kind == "stopped" else event for event in LOG]
     assert swap_figures.phases(standby, 21.0, way="sleep") == swap_figures.phases(LOG, 21.0)
     with pytest.raises(BackendError, match="a had to be stopped: it did not go into standby by sleep"):
         swap_figures.phases(LOG, 21.0, way="sleep")
 
 
-def test_half_a_swap_is_none() -> None:
+def test_half_a_swap_is_none():
     with pytest.raises(BackendError, match="no event ready"):
         swap_figures.phases(LOG[:-3], 21.0)
 
@@ -94,7 +92,7 @@ def swap(number: int, way: str, load: float, by_hand: float, **told: float) -> T
     return TimedSwap("b", "a", way, number, {"evict": 1.0, "load": load, **told}, by_hand)
 
 
-def test_figures_are_medians_and_the_overhead_that_of_the_differences() -> None:
+def test_figures_are_medians_and_the_overhead_that_of_the_differences():
     swaps = [swap(1, "stop", 9.0, 9.5), swap(2, "stop", 19.0, 19.0), swap(3, "stop", 4.0, 4.9)]
     [row] = swap_figures.figures(swaps)
     assert (row.backend, row.replaces, row.way, row.swaps) == ("b", "a", "stop", 3)
@@ -106,7 +104,7 @@ def test_figures_are_medians_and_the_overhead_that_of_the_differences() -> None:
     assert (row.bytes, row.bytes_per_second, row.bus_bytes_per_second) == (None, None, None)
 
 
-def test_a_way_back_is_compared_with_a_cold_start() -> None:
+def test_a_way_back_is_compared_with_a_cold_start():
     asleep, cold = swap_figures.figures([swap(1, "sleep", 1.5, 3.0, probe=0.5), swap(1, "stop", 8.0, 9.0)])
     assert (asleep.way, asleep.cold_start_ratio) == ("sleep", 4.0)
     assert cold.cold_start_ratio == 1.0
@@ -114,7 +112,7 @@ def test_a_way_back_is_compared_with_a_cold_start() -> None:
     assert alone.cold_start_ratio is None
 
 
-def test_the_table_has_a_column_for_each_phase_that_occurs() -> None:
+def test_the_table_has_a_column_for_each_phase_that_occurs():
     rows = swap_figures.figures(
         [swap(1, "stop", 8.0, 8.75), swap(1, "sleep", 1.5, 3.0, probe=0.5, thaw=0.25)]
     )
@@ -141,7 +139,7 @@ def test_the_table_has_a_column_for_each_phase_that_occurs() -> None:
     ]
 
 
-def test_memory_that_came_back_is_weighed_against_the_bus() -> None:
+def test_memory_that_came_back_is_weighed_against_the_bus():
     swaps = [
         TimedSwap("b", "a", "sleep", n, {"evict": 9.0, "load": 2.0, "ready": 1.0}, 9.0, 24 * GIB, 64e9)
         for n in (1, 2)
@@ -158,7 +156,7 @@ def test_memory_that_came_back_is_weighed_against_the_bus() -> None:
     assert line[-3:] == ("24.00", "8.00", "59.60")
 
 
-def test_every_swap_is_a_line_that_a_spreadsheet_reads() -> None:
+def test_every_swap_is_a_line_that_a_spreadsheet_reads():
     file = io.StringIO()
     swap_figures.write_csv([swap(1, "stop", 8.0, 8.75), swap(2, "sleep", 1.5, 3.0, probe=0.5)], file)
     first, second = csv.DictReader(file.getvalue().splitlines())
@@ -172,7 +170,7 @@ def test_every_swap_is_a_line_that_a_spreadsheet_reads() -> None:
     assert (second["out_seconds"], second["back_seconds"]) == ("1.000000", "2.000000")
 
 
-def test_the_picture_has_a_panel_for_each_engine_with_the_cold_start_first() -> None:
+def test_the_picture_has_a_panel_for_each_engine_with_the_cold_start_first():
     rows = swap_figures.figures([swap(1, "sleep", 1.5, 3.0), swap(1, "stop", 8.0, 8.75)])
     other = TimedSwap("x", "x", "stop", 1, {"load": 2.0}, 2.5, engine="vllm")
     untried = [
@@ -193,13 +191,13 @@ def test_the_picture_has_a_panel_for_each_engine_with_the_cold_start_first() -> 
     }
 
 
-def test_the_table_names_the_engines_where_there_are_several() -> None:
+def test_the_table_names_the_engines_where_there_are_several():
     other = TimedSwap("x", "x", "stop", 1, {"load": 2.0}, 2.5, engine="vllm")
     head, first, second = table(swap_figures.figures([swap(1, "stop", 8.0, 8.75), other]))
     assert (head[:2], first[:2], second[:2]) == (("ENGINE", "BACKEND"), ("", "b"), ("vllm", "x"))
 
 
-def test_a_burst_is_told_by_its_medians() -> None:
+def test_a_burst_is_told_by_its_medians():
     bursts = [swap_figures.Burst("b", "a", 100, n, took, 2.0) for n, took in enumerate((1.0, 3.0, 9.0), 1)]
     [row] = swap_figures.burst_figures(bursts)
     assert (row.bursts, row.seconds, row.direct_seconds, row.ratio) == (3, 3.0, 2.0, 1.5)
@@ -234,7 +232,7 @@ def cannot_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("cannot_checkpoint")
-def test_what_the_engine_or_the_machine_cannot_do_is_a_row_with_the_reason() -> None:
+def test_what_the_engine_or_the_machine_cannot_do_is_a_row_with_the_reason():
     found = unmeasured([LLAMA])
     assert found == [
         Unmeasured("llamacpp", ("one",), "sleep", ROUTER),
@@ -247,7 +245,7 @@ def test_what_the_engine_or_the_machine_cannot_do_is_a_row_with_the_reason() -> 
 
 
 @pytest.mark.usefixtures("can_checkpoint")
-def test_what_could_be_done_and_is_not_named_is_told_as_that() -> None:
+def test_what_could_be_done_and_is_not_named_is_told_as_that():
     cold = Backend("two", "two", ("0",), engine="vllm", service=Service(gpus_by="reservation"))
     found = {each.way: each.why for each in unmeasured([cold])}
     assert found.keys() == {"sleep", "sleep-2", "checkpoint", "freeze"}
@@ -262,13 +260,13 @@ NAMED = Backend("a", "a", ("0", "1"), evict_to=("checkpoint", "stop"), checkpoin
 
 
 @pytest.mark.usefixtures("can_checkpoint")
-def test_a_level_that_is_named_is_measured() -> None:
+def test_a_level_that_is_named_is_measured():
     assert why_not(NAMED, "checkpoint") == ""
     assert [each.way for each in unmeasured([NAMED])] == ["sleep", "freeze"]
 
 
 @pytest.mark.usefixtures("cannot_checkpoint")
-def test_a_level_that_is_named_and_the_machine_cannot_take_is_a_row_with_the_reason() -> None:
+def test_a_level_that_is_named_and_the_machine_cannot_take_is_a_row_with_the_reason():
     assert why_not(NAMED, "stop") == ""
     [row] = [each for each in unmeasured([NAMED]) if each.way == "checkpoint"]
     assert (row.named, row.why) == (True, "no driver for 0,1 (insisted)")
@@ -281,7 +279,7 @@ def test_a_level_that_is_named_and_the_machine_cannot_take_is_a_row_with_the_rea
 
 
 @pytest.mark.usefixtures("cannot_checkpoint")
-def test_backends_of_one_engine_share_a_row_where_they_share_the_reason() -> None:
+def test_backends_of_one_engine_share_a_row_where_they_share_the_reason():
     both = [LLAMA, Backend("two", "two", ("0",), engine="llamacpp", evict_to=("freeze",))]
     rows = [(each.way, each.backends) for each in unmeasured(both)]
     assert ("checkpoint", ("one", "two")) in rows

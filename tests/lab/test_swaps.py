@@ -1,7 +1,5 @@
 """The benchmark of swaps: who is measured with whom, and the command on demo engines."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
@@ -40,23 +38,23 @@ def ring_names(*backends: Backend, gpus: tuple[Gpu, ...] = ()) -> list[tuple[str
     return [(way, [member.name for member in members]) for way, members in found]
 
 
-def test_backends_that_put_each_other_out_take_turns() -> None:
+def test_backends_that_put_each_other_out_take_turns():
     a, b, c = (Backend(name, name, (gpu,)) for name, gpu in (("a", "0"), ("b", "1"), ("c", "0")))
     assert ring_names(a, b, c) == [("stop", ["a", "c"]), ("stop", ["b"])]
 
 
-def test_backends_that_fit_side_by_side_do_not_meet() -> None:
+def test_backends_that_fit_side_by_side_do_not_meet():
     a, b, c = (Backend(name, name, ("0",), vram=size) for name, size in (("a", 4), ("b", 5), ("c", 6)))
     assert ring_names(a, b, c, gpus=(Gpu("0", 9),)) == [("stop", ["a", "c"]), ("stop", ["b"])]
 
 
-def test_every_way_that_a_backend_allows_is_measured_and_a_cold_start_always() -> None:
+def test_every_way_that_a_backend_allows_is_measured_and_a_cold_start_always():
     a = Backend("a", "a", ("0",), evict_to=("sleep", "stop"))
     b = Backend("b", "b", ("0",), evict_to=("sleep-2", "sleep"))
     assert ring_names(a, b) == [("sleep", ["a", "b"]), ("stop", ["a", "b"]), ("sleep-2", ["b"])]
 
 
-def test_replicas_and_pinned_models_are_measured_too() -> None:
+def test_replicas_and_pinned_models_are_measured_too():
     a, b = Backend("a", "m", ("0",), pin=True), Backend("b", "m", ("0",))
     assert ring_names(a, b) == [("stop", ["a", "b"])]
 
@@ -68,7 +66,7 @@ def test_replicas_and_pinned_models_are_measured_too() -> None:
         ("vllm", [("sleep", ["vllm"]), ("freeze", ["vllm"]), ("stop", ["vllm"])]),
     ],
 )
-def test_real_engines_are_measured_in_these_ways(name: str, expected: list[tuple[str, list[str]]]) -> None:
+def test_real_engines_are_measured_in_these_ways(name, expected):
     file = ROOT / "tests" / "real" / f"{name}.yaml"
     found = plugins.load([file], environ={"ANVIL_VLLM_PYTHON": "python3"}, compose=None)
     assert ring_names(*found.backends, gpus=found.gpus) == expected
@@ -128,8 +126,8 @@ def measured(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) 
 
 
 def test_the_demo_is_measured_with_a_burst_beside_one_sent_directly_and_nothing_is_left_running(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, capsys
+):
     file = compose(tmp_path)
     every = measured(capsys, file, "--repeat", 1, "--burst", 8)
     rows, bursts = every[:2], every[2:]
@@ -151,9 +149,7 @@ def test_the_demo_is_measured_with_a_burst_beside_one_sent_directly_and_nothing_
     assert running(file) == {}
 
 
-def test_people_see_how_far_it_is_and_then_a_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_people_see_how_far_it_is_and_then_a_table(tmp_path, capsys):
     file = tmp_path / "swaps.csv"
     picture = tmp_path / "swaps.svg"
     words = ["--repeat", "2", "--csv", str(file), "--plot", str(picture)]
@@ -188,8 +184,8 @@ def test_people_see_how_far_it_is_and_then_a_table(
 
 
 def test_a_frozen_model_is_measured_beside_its_cold_start_also_where_it_is_prepared_or_demoted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, capsys
+):
     file = compose(tmp_path)
     with changed(file) as content:
         for about in content["services"].values():
@@ -204,9 +200,7 @@ def test_a_frozen_model_is_measured_beside_its_cold_start_also_where_it_is_prepa
     assert running(file) == {}
 
 
-def test_memory_that_comes_back_is_weighed_against_the_bus(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_comes_back_is_weighed_against_the_bus(tmp_path, capsys, monkeypatch):
     """Engines hold 3 GiB, and 1 GiB asleep; their GPU tells so and has a link of 16 GB/s."""
 
     def held(engine: dict[str, Any]) -> int:
@@ -251,9 +245,7 @@ def ending(folder: Path, starts: str, says: str) -> Path:
     return file
 
 
-def test_who_loses_its_port_to_somebody_is_started_with_another(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_loses_its_port_to_somebody_is_started_with_another(tmp_path, capsys):
     """The second start of large is by the multiplexer, the fourth by hand."""
     file = ending(tmp_path, "2|4", "OSError: [Errno 98] Address already in use")
     rows = measured(capsys, file, "--repeat", 1)
@@ -262,18 +254,14 @@ def test_who_loses_its_port_to_somebody_is_started_with_another(
     assert running(file) == {}
 
 
-def test_who_ends_before_it_answers_by_hand_is_not_waited_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_ends_before_it_answers_by_hand_is_not_waited_for(tmp_path, capsys):
     file = ending(tmp_path, "3", "no such weights")
     assert main(["bench", "swap", str(file), "--repeat", "1"]) == 1
     assert "by stop: large exited with code 1 before it answered" in capsys.readouterr().err
     assert running(file) == {}
 
 
-def test_who_does_not_wake_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_does_not_wake_is_told(tmp_path, capsys, monkeypatch):
     def resume(runtime: ProcessRuntime, backend: Backend) -> None:
         raise BackendError("it is frozen solid")
 
@@ -289,7 +277,7 @@ def test_who_does_not_wake_is_told(
     assert running(file) == {}
 
 
-def test_a_project_that_is_served_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_project_that_is_served_is_not_measured(tmp_path, capsys):
     file = compose(tmp_path)
     with serving(file, state=tmp_path) as mux:
         assert main(["bench", "swap", str(file)]) == 1
@@ -297,9 +285,7 @@ def test_a_project_that_is_served_is_not_measured(tmp_path: Path, capsys: pytest
         assert mux.chat("small", max_tokens=1)[0] == 200
 
 
-def test_a_model_that_meets_no_other_is_put_out_and_loaded_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_meets_no_other_is_put_out_and_loaded_again(tmp_path, capsys):
     file = compose(tmp_path, {"large": {}})
     [row] = measured(capsys, file, "--repeat", 1)
     assert (row["backend"], row["replaces"]) == ("small", "small")
@@ -307,8 +293,8 @@ def test_a_model_that_meets_no_other_is_put_out_and_loaded_again(
 
 
 def test_several_projects_are_measured_one_after_the_other_and_what_cannot_be_loaded_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, capsys
+):
     first, other = compose(tmp_path), tmp_path / "other"
     other.mkdir()
     second, broken = compose(other), tmp_path / "broken.yaml"
@@ -327,17 +313,15 @@ def test_several_projects_are_measured_one_after_the_other_and_what_cannot_be_lo
     assert (running(first), running(second)) == ({}, {})
 
 
-def test_backends_of_one_name_in_several_files_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_backends_of_one_name_in_several_files_are_refused(tmp_path, capsys):
     file = str(compose(tmp_path))
     assert main(["bench", "swap", file, "--also", file]) == 78
     assert "large, small: in more than one file" in capsys.readouterr().err
 
 
 def test_a_level_that_this_machine_cannot_take_is_no_failure_and_where_no_gpu_tells_declared_memory_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(check, "why_not_checkpoint", lambda gpus, insist: "there is no driver")
     file = compose(tmp_path)
     with changed(file) as content:
@@ -354,9 +338,7 @@ def test_a_level_that_this_machine_cannot_take_is_no_failure_and_where_no_gpu_te
     assert rows[1]["bus_bytes_per_second"] is None
 
 
-def test_a_signal_in_the_middle_of_a_load_leaves_nothing_running(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_in_the_middle_of_a_load_leaves_nothing_running(tmp_path, monkeypatch):
     file = compose(tmp_path)
     file.write_text(file.read_text().replace('"0.1"', '"1000"'))
     start = ProcessRuntime.start
@@ -374,9 +356,7 @@ def test_a_signal_in_the_middle_of_a_load_leaves_nothing_running(
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_leaves_the_figures_of_the_rounds_so_far(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_leaves_the_figures_of_the_rounds_so_far(tmp_path, capsys, monkeypatch):
     file, table = compose(tmp_path), tmp_path / "swaps.csv"
     begin = swaps._Ring._round
 
@@ -393,9 +373,7 @@ def test_ctrl_c_leaves_the_figures_of_the_rounds_so_far(
     assert running(file) == {}
 
 
-def test_a_file_that_cannot_be_written_is_told_before_the_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_cannot_be_written_is_told_before_the_work(tmp_path, capsys):
     target = tmp_path / "nowhere" / "swaps.csv"
     assert main(["bench", "swap", str(compose(tmp_path)), "--csv", str(target)]) == 1
     out, err = capsys.readouterr()

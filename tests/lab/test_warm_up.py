@@ -1,7 +1,5 @@
 """The warm-up: in which order models are asked, and what is taken from their answers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -40,7 +38,7 @@ class Engines:
         return answer
 
 
-def test_each_model_is_asked_and_those_that_are_to_be_resident_last() -> None:
+def test_each_model_is_asked_and_those_that_are_to_be_resident_last():
     engines = Engines(20.0)
     paces = warm_up(engines, ["a", "b", "c"], ["a"], {})
     assert [model for model, output in engines.asked if output == 1] == ["a", "b", "c", "a"]
@@ -50,7 +48,7 @@ def test_each_model_is_asked_and_those_that_are_to_be_resident_last() -> None:
     assert paces["b"].seconds(21) == pytest.approx(1.1)
 
 
-def test_an_engine_is_measured_over_an_answer_as_long_as_those_of_the_script() -> None:
+def test_an_engine_is_measured_over_an_answer_as_long_as_those_of_the_script():
     engines = Engines(1000.0)
     warm_up(engines, ["a"], [], {"a": UsualAnswer(2.0)})
     lengths = [output for _, output in engines.asked]
@@ -59,29 +57,29 @@ def test_an_engine_is_measured_over_an_answer_as_long_as_those_of_the_script() -
     assert 2.0 / 1.25 <= lengths[-1] / 1000.0 <= 2.5
 
 
-def test_an_answer_of_given_length_is_asked_for_once() -> None:
+def test_an_answer_of_given_length_is_asked_for_once():
     engines = Engines(1000.0)
     warm_up(engines, ["a"], [], {"a": UsualAnswer(2.0, 40.0)})
     assert engines.asked == [("a", 1), *[("a", 80)] * 11]
 
 
-def test_an_engine_may_be_slower_with_others() -> None:
+def test_an_engine_may_be_slower_with_others():
     assert warm_up(Engines(20.0, 0.5), ["a"], [], {})["a"].batching == pytest.approx((0.5, math.inf))
     assert warm_up(Engines(20.0), ["a"], [], {})["a"].batching == (0.0, math.inf)
 
 
-def test_an_engine_may_make_few_answers_at_a_time() -> None:
+def test_an_engine_may_make_few_answers_at_a_time():
     assert warm_up(Engines(20.0, 0.5, at_once=2), ["a"], [], {})["a"].batching == pytest.approx((0.5, 2))
     assert warm_up(Engines(20.0, at_once=1), ["a"], [], {})["a"].batching == (0.0, 1)
 
 
-def test_each_model_is_loaded_as_often_as_asked_for() -> None:
+def test_each_model_is_loaded_as_often_as_asked_for():
     engines = Engines(20.0)
     warm_up(engines, ["a", "b"], ["a"], {}, rounds=2)
     assert [model for model, output in engines.asked if output == 1] == ["a", "b", "a", "b", "a"]
 
 
-def test_of_several_rounds_the_middle_one_counts() -> None:
+def test_of_several_rounds_the_middle_one_counts():
     engines = Engines(20.0, 0.5)
 
     def ask(requests: Sequence[Prompt]) -> list[PlayedAnswer]:
@@ -94,14 +92,14 @@ def test_of_several_rounds_the_middle_one_counts() -> None:
     assert found == pytest.approx((0.1, 20.0, 2.0, 0.5, math.inf))
 
 
-def test_a_model_that_does_not_answer_ends_it() -> None:
+def test_a_model_that_does_not_answer_ends_it():
     def ask(requests: Sequence[Prompt]) -> list[PlayedAnswer]:
         error = {"status": 503, "code": "load_failed", "message": "no such file"}
-        return [PlayedAnswer(0, "a", "", 0.0, 0.0, math.nan, 1.0, **error)]  # type: ignore[arg-type]
+        return [PlayedAnswer(0, "a", "", 0.0, 0.0, math.nan, 1.0, **error)]
 
     with pytest.raises(MuxError, match="a could not be asked: 503 load_failed: no such file"):
         warm_up(ask, ["a"], [], {})
 
 
-def test_the_first_token_is_part_of_an_answer() -> None:
+def test_the_first_token_is_part_of_an_answer():
     assert EnginePace(0.5, 10.0).seconds(1) == 0.5

@@ -1,7 +1,5 @@
 """The log of a run, out of what an anvil-mux tells on /events: like that of a simulation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -39,7 +37,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> EventWatch:
     return made
 
 
-def test_it_is_folded_into_the_figures_of_a_simulation(watch: EventWatch) -> None:
+def test_it_is_folded_into_the_figures_of_a_simulation(watch):
     for kind, name, at, seconds in (
         ("draining", "a", 1601.0, None),
         ("evicting", "a", 1602.0, 1.0),
@@ -77,7 +75,7 @@ def test_it_is_folded_into_the_figures_of_a_simulation(watch: EventWatch) -> Non
     assert states[:3] == [("a", "ready"), ("a", "draining"), ("a", "evicting")]
 
 
-def test_a_run_begins_with_what_happened_before_it(watch: EventWatch) -> None:
+def test_a_run_begins_with_what_happened_before_it(watch):
     watch.take("event", move(1550.0, "draining", "a", 30.0))
     watch.take("event", move(1550.0, "evicting", "a"))
     watch.take("event", move(1551.0, "stopped", "a"))
@@ -99,18 +97,18 @@ def test_a_run_begins_with_what_happened_before_it(watch: EventWatch) -> None:
         ({"status": 499, "code": "client_left"}, ["queued", "gone"]),
     ],
 )
-def test_requests_that_failed(watch: EventWatch, said: dict[str, Any], kinds: list[str]) -> None:
+def test_requests_that_failed(watch, said, kinds):
     watch.take("requests", {"requests": [request("1", "a", 1603.0, 2.0, 0.5, **said)]})
     assert [event.kind for event in watch.log(600.0, ["1"]).events] == kinds
 
 
-def test_what_was_not_told_is_counted(watch: EventWatch) -> None:
+def test_what_was_not_told_is_counted(watch):
     watch.take("lost", {"events": 3})
     watch.take("requests", {"requests": [request("1", "a", 1603.0, 2.0, 0.5)]})
     assert watch.log(600.0, ["1", "2"]).missed == 4
 
 
-def test_a_gpu_that_is_swapped_to_the_end_does_not_serve() -> None:
+def test_a_gpu_that_is_swapped_to_the_end_does_not_serve():
     log = [Event(6.0, "loading", "b", "b")]
     assert serving_share(log, {}, {"b": ("0",)}, 8.0) == pytest.approx(6.0 / 8.0)
     assert serving_share(log, {}, {"b": ()}, 8.0) is None

@@ -1,7 +1,5 @@
 """The workload files that come with the program are small, say where they come from, and can be run."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import re
@@ -28,14 +26,14 @@ def each_file() -> pytest.MarkDecorator:
     return pytest.mark.parametrize("file", FILES, ids=lambda file: file.name.partition(".")[0])
 
 
-def test_there_are_two_kinds_of_workloads() -> None:
+def test_there_are_two_kinds_of_workloads():
     names = [file.name for file in FILES]
     assert sum(name.startswith("servegen-") for name in names) >= 2
     assert sum(name.startswith("claude-code-") for name in names) >= 2
 
 
 @each_file()
-def test_a_file_is_small_and_says_what_it_is_where_it_comes_from_and_under_which_licence(file: Path) -> None:
+def test_a_file_is_small_and_says_what_it_is_where_it_comes_from_and_under_which_licence(file):
     header, *requests = lines(file)
     name = header["workload"]
     assert file == find(name)
@@ -49,7 +47,7 @@ def test_a_file_is_small_and_says_what_it_is_where_it_comes_from_and_under_which
 
 
 @each_file()
-def test_moments_are_sorted_and_within_a_day(file: Path) -> None:
+def test_moments_are_sorted_and_within_a_day(file):
     _, *requests = lines(file)
     moments = [request["at"] for request in requests if "at" in request]
     assert moments == sorted(moments)
@@ -59,7 +57,7 @@ def test_moments_are_sorted_and_within_a_day(file: Path) -> None:
 
 
 @each_file()
-def test_a_session_comes_in_one_piece_and_only_its_first_request_has_a_moment(file: Path) -> None:
+def test_a_session_comes_in_one_piece_and_only_its_first_request_has_a_moment(file):
     _, *requests = lines(file)
     before: object = None
     done: set[object] = set()
@@ -76,7 +74,7 @@ def test_a_session_comes_in_one_piece_and_only_its_first_request_has_a_moment(fi
 
 
 @each_file()
-def test_every_model_is_asked_for_and_takes_between_three_and_forty_seconds_to_load(file: Path) -> None:
+def test_every_model_is_asked_for_and_takes_between_three_and_forty_seconds_to_load(file):
     header, *requests = lines(file)
     loads = {model: about["load_seconds"] for model, about in header["models"].items()}
     assert {request["model"] for request in requests} == loads.keys()
@@ -87,7 +85,7 @@ def test_every_model_is_asked_for_and_takes_between_three_and_forty_seconds_to_l
 
 @each_file()
 @pytest.mark.parametrize("policy", ["eager", "debounce"])
-def test_a_file_runs_to_its_last_request_without_a_broken_invariant(file: Path, policy: str) -> None:
+def test_a_file_runs_to_its_last_request_without_a_broken_invariant(file, policy):
     workload = read(file)
     config = replace(workload.config(), policy=policy)
     follow = workload.follow and workload.follow()

@@ -1,7 +1,5 @@
 """The circuit before a server elsewhere, in a clock that the test sets."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -16,7 +14,7 @@ class SetClock(Clock):
 
     def __init__(self) -> None:
         self.moment = 100.0
-        self.now = lambda: self.moment  # type: ignore[assignment, method-assign]
+        self.now = lambda: self.moment
 
     def lock(self) -> threading.Lock:
         return threading.Lock()
@@ -42,9 +40,7 @@ def fail(circuits: Circuits, times: int = MOST_FAILURES, pause: float | None = N
         circuits.begin("gpt").failed("it answered 500", pause=pause)
 
 
-def test_failures_in_a_row_open_it_and_a_success_begins_anew(
-    circuits: Circuits, told: list[tuple[str, str]]
-) -> None:
+def test_failures_in_a_row_open_it_and_a_success_begins_anew(circuits, told):
     fail(circuits, MOST_FAILURES - 1)
     circuits.begin("gpt").succeeded()
     fail(circuits, MOST_FAILURES - 1)
@@ -58,7 +54,7 @@ def test_failures_in_a_row_open_it_and_a_success_begins_anew(
     circuits.begin("other").succeeded()
 
 
-def test_half_open_by_one_request(circuits: Circuits, clock: SetClock, told: list[tuple[str, str]]) -> None:
+def test_half_open_by_one_request(circuits, clock, told):
     fail(circuits)
     clock.moment += FIRST_PAUSE
     trial = circuits.begin("gpt")
@@ -74,7 +70,7 @@ def test_half_open_by_one_request(circuits: Circuits, clock: SetClock, told: lis
     assert told == [("gpt", "open"), ("gpt", "closed")]
 
 
-def test_each_trial_that_fails_doubles_the_pause(circuits: Circuits, clock: SetClock) -> None:
+def test_each_trial_that_fails_doubles_the_pause(circuits, clock):
     fail(circuits)
     pauses = []
     for _ in range(6):
@@ -84,14 +80,14 @@ def test_each_trial_that_fails_doubles_the_pause(circuits: Circuits, clock: SetC
     assert pauses == [5.0, 10.0, 20.0, 40.0, LONGEST_PAUSE, LONGEST_PAUSE]
 
 
-def test_a_trial_that_says_nothing_leaves_it_to_the_next(circuits: Circuits, clock: SetClock) -> None:
+def test_a_trial_that_says_nothing_leaves_it_to_the_next(circuits, clock):
     fail(circuits)
     clock.moment += FIRST_PAUSE
     circuits.begin("gpt").left()
     assert circuits.begin("gpt").is_trial
 
 
-def test_a_pause_that_is_asked_for_holds_at_once_and_is_bounded(circuits: Circuits, clock: SetClock) -> None:
+def test_a_pause_that_is_asked_for_holds_at_once_and_is_bounded(circuits, clock):
     fail(circuits, 1, pause=17.0)
     assert circuits.pause_left("gpt") == 17.0
     clock.moment += 17.0
@@ -99,7 +95,7 @@ def test_a_pause_that_is_asked_for_holds_at_once_and_is_bounded(circuits: Circui
     assert circuits.pause_left("gpt") == 300.0
 
 
-def test_what_was_under_way_when_it_opened_changes_nothing(circuits: Circuits) -> None:
+def test_what_was_under_way_when_it_opened_changes_nothing(circuits):
     early, late = circuits.begin("gpt"), circuits.begin("gpt")
     fail(circuits, 1, pause=30.0)
     early.succeeded()
@@ -108,9 +104,7 @@ def test_what_was_under_way_when_it_opened_changes_nothing(circuits: Circuits) -
     assert circuits.pause_left("gpt") == 30.0
 
 
-def test_a_server_that_cannot_be_reached_when_asked_opens_it_until_it_can(
-    circuits: Circuits, told: list[tuple[str, str]]
-) -> None:
+def test_a_server_that_cannot_be_reached_when_asked_opens_it_until_it_can(circuits, told):
     circuits.asked("gpt", "cannot be reached: refused")
     with pytest.raises(CircuitOpen, match="since it cannot be reached: refused"):
         circuits.begin("gpt")
@@ -119,13 +113,13 @@ def test_a_server_that_cannot_be_reached_when_asked_opens_it_until_it_can(
     assert told == [("gpt", "open"), ("gpt", "closed")]
 
 
-def test_that_it_is_there_does_not_say_that_it_works(circuits: Circuits) -> None:
+def test_that_it_is_there_does_not_say_that_it_works(circuits):
     fail(circuits)
     circuits.asked("gpt", "")
     assert circuits.of("gpt").state == "open"
 
 
-def test_a_trial_under_way_is_not_disturbed(circuits: Circuits, clock: SetClock) -> None:
+def test_a_trial_under_way_is_not_disturbed(circuits, clock):
     fail(circuits)
     clock.moment += FIRST_PAUSE
     trial = circuits.begin("gpt")
@@ -134,13 +128,13 @@ def test_a_trial_under_way_is_not_disturbed(circuits: Circuits, clock: SetClock)
     assert circuits.of("gpt").state == "closed"
 
 
-def test_only_what_is_configured_is_remembered(circuits: Circuits) -> None:
+def test_only_what_is_configured_is_remembered(circuits):
     fail(circuits)
     circuits.keep(frozenset(("other",)))
     assert circuits.of("gpt") == Circuit()
 
 
-def test_one_that_requests_could_not_reach_is_asked_too(circuits: Circuits) -> None:
+def test_one_that_requests_could_not_reach_is_asked_too(circuits):
     for _ in range(MOST_FAILURES):
         circuits.begin("gpt").failed("it cannot be reached", away=True)
     circuits.asked("gpt", "")

@@ -1,7 +1,5 @@
 """The loads that queues wait for, asked of the running multiplexer; in virtual time."""
 
-from __future__ import annotations
-
 from anvil_mux.config.config import Config
 from tests.lab.test_simulate import one
 from tests.multiplexer.stage import Stage
@@ -9,7 +7,7 @@ from tests.multiplexer.stage import Stage
 THREE = Config(policy="eager", backends=tuple(one(name, "0") for name in "abc"))
 
 
-def test_loads_are_waited_for_until_they_begin_the_next_one_first() -> None:
+def test_loads_are_waited_for_until_they_begin_the_next_one_first():
     def main(stage):
         def coming(models="abc?"):
             queued, backends = stage.mux.overview.coming_loads(models)

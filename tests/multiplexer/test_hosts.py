@@ -1,7 +1,5 @@
 """What is seen of a host that is lost, and of the requests that it had; in virtual time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

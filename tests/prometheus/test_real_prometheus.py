@@ -3,8 +3,6 @@
 Opt-in: ``bin/test prometheus``, with Debian's package ``prometheus`` installed.
 """
 
-from __future__ import annotations
-
 import math
 import subprocess
 import threading
@@ -55,7 +53,7 @@ def eventually(holds: Callable[[], bool]) -> None:
         pause.wait(0.2)
 
 
-def test_the_five_questions_are_answered(mux: Running, prometheus: Prometheus) -> None:
+def test_the_five_questions_are_answered(mux, prometheus):
     eventually(lambda: prometheus.ask('anvil_model_loads_total{model="broken", result="failed"}') != {})
     assert mux.chat("broken")[0] == 503
 
@@ -69,7 +67,7 @@ def test_the_five_questions_are_answered(mux: Running, prometheus: Prometheus) -
     assert 0 < prometheus.ask(SERVING)[""] < 1
 
 
-def test_the_queries_of_the_dashboard_and_the_alerts_are_understood(prometheus: Prometheus) -> None:
+def test_the_queries_of_the_dashboard_and_the_alerts_are_understood(prometheus):
     values = {"$__rate_interval": "1m", "$__range": "5m", "$instance": ".*", "$model": ".*"}
     for query in ASKED:
         for name, value in values.items():
@@ -80,7 +78,7 @@ def test_the_queries_of_the_dashboard_and_the_alerts_are_understood(prometheus: 
     assert done.returncode == 0, done.stderr
 
 
-def test_no_series_is_refused(mux: Running, prometheus: Prometheus) -> None:
+def test_no_series_is_refused(mux, prometheus):
     eventually(lambda: prometheus.ask("up == 1") != {})
     scraped = sum(prometheus.ask("scrape_samples_scraped").values())
     assert scraped == sum(prometheus.ask("scrape_samples_post_metric_relabeling").values()) > 0

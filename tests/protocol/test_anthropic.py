@@ -1,7 +1,5 @@
 """Anthropic's API in front of engines that lack it; those that have it are asked in the client's words."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -34,7 +32,7 @@ def told(said: bytes) -> list[dict[str, Any]]:
 # Questions
 
 
-def test_a_conversation_in_openais_words() -> None:
+def test_a_conversation_in_openais_words():
     said = {
         "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
         "messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "Yes?"}]}],
@@ -53,12 +51,12 @@ def test_a_conversation_in_openais_words() -> None:
     }
 
 
-def test_a_stream_asks_for_its_usage() -> None:
+def test_a_stream_asks_for_its_usage():
     asked = question(messages=[USER], stream=True)
     assert (asked["stream"], asked["stream_options"]) == (True, {"include_usage": True})
 
 
-def test_calls_of_tools_and_their_results() -> None:
+def test_calls_of_tools_and_their_results():
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}}
     result = [{"type": "text", "text": "42"}, image]
     said = [
@@ -112,7 +110,7 @@ def test_calls_of_tools_and_their_results() -> None:
         (None, {}),
     ],
 )
-def test_tools_and_which_of_them(choice: object, asked: dict[str, Any]) -> None:
+def test_tools_and_which_of_them(choice, asked):
     tool = {"name": "f", "description": "F.", "input_schema": {"type": "object"}}
     found = question(messages=[USER], tools=[tool], tool_choice=choice)
     function = {"name": "f", "description": "F.", "parameters": {"type": "object"}}
@@ -120,7 +118,7 @@ def test_tools_and_which_of_them(choice: object, asked: dict[str, Any]) -> None:
     assert found == {"messages": [USER], "max_tokens": 9, **asked}
 
 
-def test_thinking_effort_and_form() -> None:
+def test_thinking_effort_and_form():
     schema = {"type": "json_schema", "schema": {"type": "object"}}
     found = question(
         messages=[USER], thinking={"type": "disabled"}, output_config={"effort": "low", "format": schema}
@@ -142,7 +140,7 @@ def test_thinking_effort_and_form() -> None:
         {"model": 1},
     ],
 )
-def test_what_cannot_be_done_is_refused_and_not_passed_over(said: dict[str, Any]) -> None:
+def test_what_cannot_be_done_is_refused_and_not_passed_over(said):
     with pytest.raises(BadRequest):
         question(**said)
 
@@ -150,7 +148,7 @@ def test_what_cannot_be_done_is_refused_and_not_passed_over(said: dict[str, Any]
 # Answers
 
 
-def test_a_stream_builds_a_message_block_by_block() -> None:
+def test_a_stream_builds_a_message_block_by_block():
     answer = anthropic.messages({"model": "a", "messages": [USER], "stream": True}).answer
     answer.begun(1.0, 0.0)
     begin: dict[str, object] = {
@@ -196,14 +194,14 @@ def test_a_stream_builds_a_message_block_by_block() -> None:
     ]
 
 
-def test_two_calls_are_two_blocks() -> None:
+def test_two_calls_are_two_blocks():
     answer = anthropic.messages({"model": "a", "messages": [USER], "stream": True}).answer
     events = told(answer.feed(chunk(called(0, "{}", name="f")) + chunk(called(1, "{}", name="g")), 1.0))
     blocks = [each["content_block"] for each in events if each["type"] == "content_block_start"]
     assert [(block["id"], block["name"]) for block in blocks] == [("call_0", "f"), ("call_1", "g")]
 
 
-def test_a_whole_answer_is_a_message() -> None:
+def test_a_whole_answer_is_a_message():
     call = {"id": "t1", "function": {"name": "f", "arguments": '{"n":1}'}}
     message = {"reasoning_content": "hm", "content": "So:", "tool_calls": [call, {**call, "id": "t2"}]}
     usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
@@ -231,13 +229,13 @@ def test_a_whole_answer_is_a_message() -> None:
         ({"finish_reason": "stop", "stop_reason": 7}, "end_turn", None),
     ],
 )
-def test_why_it_ended(choice: dict[str, Any], reason: str, sequence: str | None) -> None:
+def test_why_it_ended(choice, reason, sequence):
     body = json.dumps({"choices": [{"message": {"content": "x"}, **choice}]}).encode()
     said = json.loads(anthropic.messages({"model": "a", "messages": [USER]}).answer.whole(body, 1.0))
     assert (said["stop_reason"], said["stop_sequence"]) == (reason, sequence)
 
 
-def test_a_tool_called_with_nonsense_is_an_error() -> None:
+def test_a_tool_called_with_nonsense_is_an_error():
     call = {"id": "t1", "function": {"name": "f", "arguments": "[1"}}
     body = json.dumps({"choices": [{"message": {"tool_calls": [call]}}]}).encode()
     with pytest.raises(BackendError, match="no JSON object"):
@@ -254,7 +252,7 @@ def ask(rig: Rig, path: str = "/v1/messages", **said: object) -> RawClient:
     return client
 
 
-def test_an_engine_that_has_the_route_is_asked_in_the_clients_own_words(rig: Rig) -> None:
+def test_an_engine_that_has_the_route_is_asked_in_the_clients_own_words(rig):
     client = rig.client()
     body = b'{"model": "a",  "cache_control": {}}'
     client.post(body, path=b"/v1/messages?beta=true", extra=b"anthropic-beta: x\r\n")
@@ -266,7 +264,7 @@ def test_an_engine_that_has_the_route_is_asked_in_the_clients_own_words(rig: Rig
     assert client.read().body == b"{}"
 
 
-def test_an_engine_that_lacks_the_route_is_asked_in_its_own_words_and_at_once_the_next_time(rig: Rig) -> None:
+def test_an_engine_that_lacks_the_route_is_asked_in_its_own_words_and_at_once_the_next_time(rig):
     answer = b'{"choices":[{"message":{"content":"Hello"},"finish_reason":"stop"}]}'
     for number in range(2):
         client = ask(rig)
@@ -281,7 +279,7 @@ def test_an_engine_that_lacks_the_route_is_asked_in_its_own_words_and_at_once_th
         assert rig.events.record(number + 1).status == 200  # by then it is remembered
 
 
-def test_an_engine_that_knows_neither_may_learn_the_route_yet(rig: Rig) -> None:
+def test_an_engine_that_knows_neither_may_learn_the_route_yet(rig):
     for _ in range(2):
         client = ask(rig)
         for path in (b"/v1/messages", b"/v1/chat/completions"):
@@ -293,7 +291,7 @@ def test_an_engine_that_knows_neither_may_learn_the_route_yet(rig: Rig) -> None:
         assert "it has no /v1/chat/completions" in json.loads(answer.body)["error"]["message"]
 
 
-def test_a_translated_stream_ends_as_a_message_ends_and_its_tokens_are_known(rig: Rig) -> None:
+def test_a_translated_stream_ends_as_a_message_ends_and_its_tokens_are_known(rig):
     client = ask(rig, stream=True)
     rig.engine.next().send(NO_ROUTE)
     usage = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":4}}\n\n'
@@ -308,7 +306,7 @@ def test_a_translated_stream_ends_as_a_message_ends_and_its_tokens_are_known(rig
     assert (rig.events.record(1).tokens, rig.events.record(1).prompt_tokens) == (4, 5)
 
 
-def test_a_translated_stream_that_breaks_off_ends_with_an_error_event(rig: Rig) -> None:
+def test_a_translated_stream_that_breaks_off_ends_with_an_error_event(rig):
     client = ask(rig, stream=True)
     rig.engine.next().send(NO_ROUTE)
     asked = rig.engine.next()
@@ -320,7 +318,7 @@ def test_a_translated_stream_that_breaks_off_ends_with_an_error_event(rig: Rig) 
     assert not clean
 
 
-def test_tokens_are_counted_by_the_engine(rig: Rig) -> None:
+def test_tokens_are_counted_by_the_engine(rig):
     client = ask(rig, "/v1/messages/count_tokens", tools=[{"name": "f", "input_schema": {}}])
     rig.engine.next().send(NO_ROUTE)
     asked = rig.engine.next()
@@ -330,14 +328,14 @@ def test_tokens_are_counted_by_the_engine(rig: Rig) -> None:
     assert client.read().body == b'{"input_tokens":7}'
 
 
-def test_an_engine_that_cannot_count_is_no_estimate(rig: Rig) -> None:
+def test_an_engine_that_cannot_count_is_no_estimate(rig):
     client = ask(rig, "/v1/messages/count_tokens")
     for _ in range(2):
         rig.engine.next().send(NO_ROUTE)
     assert client.read().status == 501
 
 
-def test_an_engine_that_counts_no_messages_is_not_asked_again_and_again(rig: Rig) -> None:
+def test_an_engine_that_counts_no_messages_is_not_asked_again_and_again(rig):
     client = ask(rig, "/v1/messages/count_tokens")
     rig.engine.next().send(NO_ROUTE)
     rig.engine.next().send(b'HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n{"tokens":[]}')

@@ -1,7 +1,5 @@
 """Routes, error shapes, beats and model lists of each API."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -347,7 +345,7 @@ def test_a_harmless_request_id_is_kept_and_any_other_replaced():
 @pytest.mark.parametrize(
     ("name", "beat"), [("openai", "chat"), ("openai", "responses"), ("anthropic", "messages")]
 )
-def test_what_an_engine_said_of_a_refusal_stands_in_the_error_of_every_api(name: str, beat: str) -> None:
+def test_what_an_engine_said_of_a_refusal_stands_in_the_error_of_every_api(name, beat):
     said = {"type": "exceed_context_size_error", "code": 400}
     event = api.error_event(name, beat, RefusedByEngine("too long", status=400, said=said))
     inner = json.loads(event.split(b"data: ")[1])["error"]
@@ -358,7 +356,7 @@ def test_what_an_engine_said_of_a_refusal_stands_in_the_error_of_every_api(name:
     "body",
     [b"", b"too long", b"[1]", b"{}", b'{"error":"too long"}', b'{"error":{"message":1}}', b"[" * 100000],
 )
-def test_what_is_no_error_object_is_not_taken_for_one(body: bytes) -> None:
+def test_what_is_no_error_object_is_not_taken_for_one(body):
     assert api.error_said(body) is None
 
 
@@ -383,13 +381,11 @@ def test_what_is_no_error_object_is_not_taken_for_one(body: bytes) -> None:
         (b"", (None, None, None)),
     ],
 )
-def test_the_end_of_an_answer_says_how_many_tokens_it_took(
-    tail: bytes, found: tuple[int | None, int | None, int | None]
-) -> None:
+def test_the_end_of_an_answer_says_how_many_tokens_it_took(tail, found):
     assert api.tokens_said(tail) == found
 
 
-def test_a_path_below_upstream_is_read_in_few_ways_however_long_it_is() -> None:
+def test_a_path_below_upstream_is_read_in_few_ways_however_long_it_is():
     path = "/upstream" + "/a" * 4000
     assert [len(name) for name, _ in api.upstream(path)] == [15, 13, 11, 9, 7, 5, 3, 1]
     assert len(api.upstream_names(path)) == 8

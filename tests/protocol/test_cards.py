@@ -1,7 +1,5 @@
 """Model cards: what engines say of their models, as they really say it, and what lists show of it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -72,9 +70,7 @@ OLLAMA_CARD = {name: name in ("completion", "tools", "thinking") for name in CAP
         "words",
     ],
 )
-def test_every_engine_is_understood(
-    found: object, context: int | None, capabilities: dict[str, bool]
-) -> None:
+def test_every_engine_is_understood(found, context, capabilities):
     assert read(json.loads(json.dumps(found)), "qwen") == ModelCard(context, capabilities)
 
 
@@ -88,17 +84,17 @@ def test_every_engine_is_understood(
         {"modalities": {"vision": 1, "audio": None}, "chat_template_caps": {"supports_tools": "yes"}},
     ],
 )
-def test_what_says_nothing_of_the_model_is_not_taken_for_it(found: object) -> None:
+def test_what_says_nothing_of_the_model_is_not_taken_for_it(found):
     assert read(found, "qwen") == NOTHING_KNOWN
 
 
-def test_of_what_another_machine_wrote_only_what_can_be_is_kept() -> None:
+def test_of_what_another_machine_wrote_only_what_can_be_is_kept():
     odd = ModelCard(-5, {"tools": True, "flies": True})
     assert odd.sound() == ModelCard(None, {"tools": True})
     assert ModelCard(4096, {"audio": False}).sound() == ModelCard(4096, {"audio": False})
 
 
-def test_what_is_set_wins_and_of_replicas_what_holds_for_each_counts() -> None:
+def test_what_is_set_wins_and_of_replicas_what_holds_for_each_counts():
     said = ModelCard(8192, {"tools": True, "vision": True})
     assert ModelCard(4096, {"vision": False}).over(said) == ModelCard(4096, {"tools": True, "vision": False})
     other = ModelCard(4096, {"tools": False})
@@ -118,7 +114,7 @@ SEES = ModelCard(4096, {"tools": True, "vision": True, "audio": False})
 EMBEDS = ModelCard(512, {"embeddings": True})
 
 
-def test_the_length_is_told_by_every_name_that_clients_look_for() -> None:
+def test_the_length_is_told_by_every_name_that_clients_look_for():
     said = entry(ModelCard(4096))
     assert said == {
         "max_model_len": 4096,
@@ -129,7 +125,7 @@ def test_the_length_is_told_by_every_name_that_clients_look_for() -> None:
     assert entry(NOTHING_KNOWN) == {}
 
 
-def test_what_a_model_can_do_is_told_where_it_is_known() -> None:
+def test_what_a_model_can_do_is_told_where_it_is_known():
     said = entry(SEES)
     assert said["capabilities"] == ["completion", "tools", "vision"]
     assert entry(EMBEDS)["capabilities"] == ["embeddings"]
@@ -147,7 +143,7 @@ def test_what_a_model_can_do_is_told_where_it_is_known() -> None:
         (EMBEDS, "ready", {"type": "embeddings", "max_context_length": 512, "loaded_context_length": 512}),
     ],
 )
-def test_lm_studios_list_has_its_words(card: ModelCard, state: str, expected: dict[str, Any]) -> None:
+def test_lm_studios_list_has_its_words(card, state, expected):
     [said] = json.loads(api.lmstudio_list({"m": (state, card)}))["data"]
     assert {key: said[key] for key in said if key not in ("id", "object", "publisher", "state")} == expected
 
@@ -163,14 +159,12 @@ def test_lm_studios_list_has_its_words(card: ModelCard, state: str, expected: di
         (ModelCard(1, {"reranking": True}), []),
     ],
 )
-def test_ollamas_clients_are_kept_from_nothing_that_may_work(
-    card: ModelCard, expected: list[str] | None
-) -> None:
+def test_ollamas_clients_are_kept_from_nothing_that_may_work(card, expected):
     shown = json.loads(ollama.show("m", 0.0, card))
     assert shown["capabilities"] == (["completion", "tools"] if expected is None else expected)
 
 
-def test_ollamas_clients_find_the_length_below_the_architecture_and_among_the_parameters() -> None:
+def test_ollamas_clients_find_the_length_below_the_architecture_and_among_the_parameters():
     shown = json.loads(ollama.show("m", 0.0, SEES))
     architecture = shown["model_info"]["general.architecture"]
     assert shown["model_info"][f"{architecture}.context_length"] == 4096

@@ -1,12 +1,8 @@
 """What engines answer, in parts: whole and in pieces, in the ways that engines differ."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import pytest
 
@@ -31,7 +27,7 @@ def called(index: int, arguments: str, **more: object) -> dict[str, object]:
     return {"tool_calls": [{"index": index, "function": {"arguments": arguments, **more}}]}
 
 
-def test_a_stream_is_read_in_whatever_pieces_it_comes() -> None:
+def test_a_stream_is_read_in_whatever_pieces_it_comes():
     sent = chunk({"role": "assistant", "content": ""}) + b": beat\n" + chunk({"content": "Grüße"})
     sent += (
         chunk({}, "stop") + b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":1}}\r\n\r\n'
@@ -45,11 +41,11 @@ def test_a_stream_is_read_in_whatever_pieces_it_comes() -> None:
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
-def test_thinking_has_two_names(key: str) -> None:
+def test_thinking_has_two_names(key):
     assert list(ChunkReader().feed(chunk({key: "hm", "content": None}))) == [Part("thinking", "hm")]
 
 
-def test_calls_of_tools_come_in_fragments() -> None:
+def test_calls_of_tools_come_in_fragments():
     parts = ChunkReader()
     begin: dict[str, object] = {
         "tool_calls": [{"index": 0, "id": "x", "function": {"name": "f", "arguments": ""}}]
@@ -66,7 +62,7 @@ def test_calls_of_tools_come_in_fragments() -> None:
     assert parts.finish().reason == "tool_calls"
 
 
-def test_a_stream_without_a_reason_to_end_has_broken_off() -> None:
+def test_a_stream_without_a_reason_to_end_has_broken_off():
     parts = ChunkReader()
     list(parts.feed(chunk({"content": "Hel"}) + b"data: [DONE]\n\n"))
     with pytest.raises(BackendError, match="broke off"):
@@ -81,18 +77,18 @@ def test_a_stream_without_a_reason_to_end_has_broken_off() -> None:
         '{"object":"error","message":"no memory"}',
     ],
 )
-def test_an_error_in_a_stream_is_an_error(said: str) -> None:
+def test_an_error_in_a_stream_is_an_error(said):
     with pytest.raises(BackendError, match="no memory"):
         list(ChunkReader().feed(f"data: {said}\n\n".encode()))
 
 
-def test_an_event_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_without_end_is_given_up(monkeypatch):
     monkeypatch.setattr("anvil_mux.protocol.completions.MAX_LINE", 10)
     with pytest.raises(BackendError, match="more than 10 bytes"):
         list(ChunkReader().feed(b"data: " + b"x" * 20))
 
 
-def test_a_whole_answer_has_the_same_parts() -> None:
+def test_a_whole_answer_has_the_same_parts():
     call = {"id": "x", "function": {"name": "f", "arguments": {"a": 1}}}
     message = {"reasoning": "hm", "content": "So:", "tool_calls": [call]}
     usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
@@ -108,13 +104,13 @@ def test_a_whole_answer_has_the_same_parts() -> None:
     )
 
 
-def test_the_sequence_that_ended_it_is_told_as_vllm_tells_it() -> None:
+def test_the_sequence_that_ended_it_is_told_as_vllm_tells_it():
     body = b'{"choices":[{"text":"a","finish_reason":"stop","stop_reason":"END"}]}'
     assert parts_of(body) == ([Part("text", "a")], Ending("stop", "END"))
 
 
 @pytest.mark.parametrize("timings", ['{"prompt_ms":20,"predicted_ms":3.5}', '{"prompt_ms":"x"}', "[1]"])
-def test_what_llama_cpp_measured_is_read_from_both(timings: str) -> None:
+def test_what_llama_cpp_measured_is_read_from_both(timings):
     known = (0.02, 0.0035) if "20" in timings else (None, None)
     parts = ChunkReader()
     list(parts.feed(chunk({}, "stop") + f'data: {{"choices":[],"timings":{timings}}}\n\n'.encode()))
@@ -124,7 +120,7 @@ def test_what_llama_cpp_measured_is_read_from_both(timings: str) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"choices":[]}', b'{"error":"x"}'])
-def test_what_is_no_answer_is_an_error(body: bytes) -> None:
+def test_what_is_no_answer_is_an_error(body):
     with pytest.raises(BackendError):
         parts_of(body)
 
@@ -132,17 +128,17 @@ def test_what_is_no_answer_is_an_error(body: bytes) -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b"\xff", b'{"model":"a","model":"b"}', b"[" * 100_000, b'{"a":{"b":1,"b":2}}']
 )
-def test_what_is_no_request_is_refused(body: bytes) -> None:
+def test_what_is_no_request_is_refused(body):
     with pytest.raises(BadRequest):
         parse(body)
 
 
-def test_a_question_names_the_model_as_its_engine_knows_it() -> None:
+def test_a_question_names_the_model_as_its_engine_knows_it():
     class Nobody:
         def begun(self, now: float, waited: float) -> None: ...
-        def whole(self, body: bytes, now: float) -> bytes: ...  # type: ignore[empty-body]
-        def feed(self, data: bytes, now: float) -> bytes: ...  # type: ignore[empty-body]
-        def finish(self, now: float) -> bytes: ...  # type: ignore[empty-body]
+        def whole(self, body: bytes, now: float) -> bytes: ...
+        def feed(self, data: bytes, now: float) -> bytes: ...
+        def finish(self, now: float) -> bytes: ...
 
     asked = Translation("a", "/v1/embeddings", {"input": "x"}, Nobody())
     assert json.loads(asked.body("inside")) == {"model": "inside", "input": "x"}
@@ -153,9 +149,7 @@ ODD = [None, [], "x", 7, {}, True, -1, 10**400, math.inf, math.nan, [1], {"a": 1
 
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("translate", [ollama.chat, anthropic.messages])
-def test_whatever_an_engine_says_of_calls_and_figures_is_an_answer_or_its_error(
-    translate: Callable[[dict[str, Any]], Translation], odd: object
-) -> None:
+def test_whatever_an_engine_says_of_calls_and_figures_is_an_answer_or_its_error(translate, odd):
     said = {"model": "a", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
     for part in (
         {"choices": [{"message": {"content": "x", "tool_calls": odd}}]},
@@ -179,9 +173,7 @@ def test_whatever_an_engine_says_of_calls_and_figures_is_an_answer_or_its_error(
 
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("ask", [ollama.embed, ollama.embeddings])
-def test_whatever_an_engine_says_as_embeddings_is_an_answer_or_its_error(
-    ask: Callable[[dict[str, Any]], Translation], odd: object
-) -> None:
+def test_whatever_an_engine_says_as_embeddings_is_an_answer_or_its_error(ask, odd):
     for answer in (
         {"data": odd},
         {"data": [odd]},
@@ -209,7 +201,7 @@ class Copied(bytes):
         return before + bytes(self)
 
 
-def test_an_event_that_comes_in_many_pieces_is_not_copied_for_each_of_them() -> None:
+def test_an_event_that_comes_in_many_pieces_is_not_copied_for_each_of_them():
     reader = ChunkReader()
     for _ in range(1000):
         assert list(reader.feed(Copied(b"data:data:"))) == []

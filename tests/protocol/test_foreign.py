@@ -1,7 +1,5 @@
 """JSON of others is measured before anything recursive reads it."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """Bodies in chunks, and heads that come again."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial
@@ -10,8 +8,6 @@ import pytest
 
 from anvil_mux.errors import BadRequest, MuxError
 from anvil_mux.protocol import http1
-
-HOST = b"Host: a\r\n"
 
 
 def _outcome(read: Callable[..., http1.Request | http1.Response], *head: object) -> tuple[object, ...]:

@@ -1,7 +1,5 @@
 """What is taken for HTTP/1.1, what is refused, and what is written for the other side."""
 
-from __future__ import annotations
-
 import random
 
 import h11

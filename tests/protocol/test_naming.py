@@ -1,7 +1,5 @@
 """The model's name in bodies of every kind."""
 
-from __future__ import annotations
-
 import json
 import random
 
@@ -63,7 +61,7 @@ def test_other_bodies_are_not_supported(content_type, body):
         ('{"session":"model","x":{"session":{"model":"a"}}}', None, None),
     ],
 )
-def test_a_realtime_sessions_model_stands_within(document: str, model: str, as_another: str | None) -> None:
+def test_a_realtime_sessions_model_stands_within(document, model, as_another):
     found, span = [*naming.session_models(document.encode()), (None, None)][0]
     assert found == model
     if span:
@@ -81,7 +79,7 @@ def test_a_realtime_sessions_model_stands_within(document: str, model: str, as_a
         ("[]", "must be a JSON object"),
     ],
 )
-def test_a_session_whose_model_is_not_clear_is_refused(document: str, why: str) -> None:
+def test_a_session_whose_model_is_not_clear_is_refused(document, why):
     with pytest.raises(BadRequest, match=why):
         naming.session_models(document.encode())
 
@@ -354,7 +352,7 @@ def test_a_file_passes_the_scanner_without_being_kept():
         b'{"model":"a", "model" :"b"}',
     ],
 )
-def test_a_model_named_twice_is_refused_however_it_is_written(body: bytes) -> None:
+def test_a_model_named_twice_is_refused_however_it_is_written(body):
     with pytest.raises(BadRequest, match="twice"):
         naming.model_and_stream(body)
 
@@ -362,13 +360,13 @@ def test_a_model_named_twice_is_refused_however_it_is_written(body: bytes) -> No
 @pytest.mark.parametrize(
     "body", [b'{"model":"a"}{"x":1}', b'{"model":"a"', b'{"model":"a"}x', b'{"model":"a",}']
 )
-def test_more_or_less_than_one_document_is_refused_also_on_the_quick_path(body: bytes) -> None:
+def test_more_or_less_than_one_document_is_refused_also_on_the_quick_path(body):
     with pytest.raises(BadRequest, match="JSON"):
         naming.model_and_stream(body)
 
 
 @pytest.mark.parametrize("filling", [b"", b" " * LARGE], ids=["parsed", "scanned"])
 @pytest.mark.parametrize("key", [b"Model", b"MODEL", b"mod\\u0045l"])
-def test_a_key_that_only_some_servers_read_as_the_model_is_refused(key: bytes, filling: bytes) -> None:
+def test_a_key_that_only_some_servers_read_as_the_model_is_refused(key, filling):
     with pytest.raises(BadRequest, match="is written `model`"):
         naming.model_and_stream(b'{"model":"a",%b"%b":"b"}' % (filling, key))

@@ -1,11 +1,8 @@
 """Ollama's API: its requests in OpenAI's words, answers in its own, and both through the front."""
 
-from __future__ import annotations
-
 import json
 import math
 import time
-from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
@@ -14,7 +11,6 @@ import pytest
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, BadRequest, LoadError
 from anvil_mux.protocol import ollama
-from anvil_mux.protocol.completions import Translation
 from anvil_mux.proxy.dispatch import Patience
 from anvil_mux.scheduler.events import Cause
 from tests.fake_engine import SSE_HEAD, Asked, RawClient, Rig
@@ -36,7 +32,7 @@ def lines(said: bytes) -> list[dict[str, Any]]:
 # Questions
 
 
-def test_a_chat_streams_unless_it_says_otherwise() -> None:
+def test_a_chat_streams_unless_it_says_otherwise():
     assert question("/api/chat", messages=[USER]) == {
         "messages": [USER],
         "stream": True,
@@ -45,7 +41,7 @@ def test_a_chat_streams_unless_it_says_otherwise() -> None:
     assert question("/api/chat", messages=[USER], stream=False) == {"messages": [USER]}
 
 
-def test_options_are_passed_on_under_their_other_names() -> None:
+def test_options_are_passed_on_under_their_other_names():
     options = {"temperature": 0, "num_predict": 5, "repeat_penalty": 1.1, "num_ctx": 4096, "stop": ["x"]}
     asked = question("/api/chat", messages=[USER], stream=False, options=options)
     del asked["messages"]
@@ -79,14 +75,14 @@ def test_options_are_passed_on_under_their_other_names() -> None:
         ({"think": None}, {}),
     ],
 )
-def test_format_and_thinking(given: dict[str, Any], asked: dict[str, Any]) -> None:
+def test_format_and_thinking(given, asked):
     assert question("/api/generate", prompt="Hi", stream=False, **given) == {"messages": [USER], **asked}
 
 
 @pytest.mark.parametrize(
     ("image", "kind"), [("/9j/4AAQ", "jpeg"), ("iVBORw0K", "png"), ("UklGRg", "webp"), ("AAAA", "jpeg")]
 )
-def test_an_image_becomes_a_data_url_of_its_kind_and_stands_before_the_text(image: str, kind: str) -> None:
+def test_an_image_becomes_a_data_url_of_its_kind_and_stands_before_the_text(image, kind):
     [message] = question("/api/chat", messages=[{**USER, "images": [image]}])["messages"]
     assert message["content"] == [
         {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{image}"}},
@@ -94,7 +90,7 @@ def test_an_image_becomes_a_data_url_of_its_kind_and_stands_before_the_text(imag
     ]
 
 
-def test_results_of_tools_find_the_calls_that_they_answer() -> None:
+def test_results_of_tools_find_the_calls_that_they_answer():
     call = [{"function": {"name": name, "arguments": {"n": 1}}} for name in ("f", "g")]
     said = [
         {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": call},
@@ -111,18 +107,18 @@ def test_results_of_tools_find_the_calls_that_they_answer() -> None:
     assert (second["tool_call_id"], first["tool_call_id"]) == ("call_2", "call_1")
 
 
-def test_generate_is_a_chat_of_one_message() -> None:
+def test_generate_is_a_chat_of_one_message():
     asked = question("/api/generate", prompt="Hi", system="Be brief.", stream=False)
     assert asked == {"messages": [{"role": "system", "content": "Be brief."}, USER]}
 
 
-def test_a_raw_prompt_or_a_suffix_is_a_completion() -> None:
+def test_a_raw_prompt_or_a_suffix_is_a_completion():
     made = ollama.generate({"model": "a", "prompt": "def f", "suffix": "return x", "stream": False})
     assert (made.path, made.question) == ("/v1/completions", {"prompt": "def f", "suffix": "return x"})
     assert ollama.generate({"model": "a", "prompt": "x", "raw": True}).path == "/v1/completions"
 
 
-def test_embeddings_of_both_ages() -> None:
+def test_embeddings_of_both_ages():
     assert question("/api/embed", input=["x", "y"], dimensions=8) == {"input": ["x", "y"], "dimensions": 8}
     assert question("/api/embeddings", prompt="x") == {"input": "x"}
 
@@ -150,7 +146,7 @@ def test_embeddings_of_both_ages() -> None:
         ("", None),
     ],
 )
-def test_keep_alive_is_what_ollama_means_by_it(keep_alive: object, seconds: float | None) -> None:
+def test_keep_alive_is_what_ollama_means_by_it(keep_alive, seconds):
     found = ollama.chat({"model": "a", "messages": [USER], "keep_alive": keep_alive})
     assert found.keep_alive == seconds
     assert ollama.embed({"model": "a", "input": "x", "keep_alive": keep_alive}).keep_alive == seconds
@@ -159,13 +155,13 @@ def test_keep_alive_is_what_ollama_means_by_it(keep_alive: object, seconds: floa
 @pytest.mark.parametrize(
     "keep_alive", [9999999999, "9999999999", "9999h", 1e300, math.inf, 10**400, "1" * 64]
 )
-def test_keep_alive_is_at_most_a_year(keep_alive: object) -> None:
+def test_keep_alive_is_at_most_a_year(keep_alive):
     with pytest.raises(BadRequest, match="`keep_alive` is at most a year"):
         ollama.generate({"model": "a", "prompt": "x", "keep_alive": keep_alive})
 
 
 @pytest.mark.parametrize("keep_alive", ["5 minutes", "m", "5x", "--1", True, [5], {}, float("nan")])
-def test_keep_alive_that_is_no_duration_is_refused(keep_alive: object) -> None:
+def test_keep_alive_that_is_no_duration_is_refused(keep_alive):
     with pytest.raises(BadRequest, match="`keep_alive` must be a duration"):
         ollama.generate({"model": "a", "prompt": "x", "keep_alive": keep_alive})
 
@@ -184,13 +180,13 @@ def test_keep_alive_that_is_no_duration_is_refused(keep_alive: object) -> None:
         {"model": 1},
     ],
 )
-def test_what_cannot_be_read_is_refused(said: dict[str, Any]) -> None:
+def test_what_cannot_be_read_is_refused(said):
     with pytest.raises(BadRequest):
         ollama.chat({"model": "a", **said})
 
 
 @pytest.mark.parametrize("key", ["template", "context"])
-def test_what_other_engines_cannot_do_is_refused_and_not_passed_over(key: str) -> None:
+def test_what_other_engines_cannot_do_is_refused_and_not_passed_over(key):
     with pytest.raises(BadRequest, match=key):
         ollama.generate({"model": "a", "prompt": "x", key: [1]})
 
@@ -198,7 +194,7 @@ def test_what_other_engines_cannot_do_is_refused_and_not_passed_over(key: str) -
 # Answers
 
 
-def test_a_stream_is_told_line_by_line_with_what_it_took() -> None:
+def test_a_stream_is_told_line_by_line_with_what_it_took():
     answer = ollama.chat({"model": "a", "messages": [USER]}).answer
     answer.begun(10.0, 4.0)
     first = answer.feed(chunk({"role": "assistant", "reasoning": "hm"}) + chunk({"content": "He"}), 11.0)
@@ -238,7 +234,7 @@ def test_a_stream_is_told_line_by_line_with_what_it_took() -> None:
     ]
 
 
-def test_calls_of_tools_are_told_whole_before_the_end() -> None:
+def test_calls_of_tools_are_told_whole_before_the_end():
     answer = ollama.chat({"model": "a", "messages": [USER]}).answer
     sent = chunk(called(0, '{"a":', name="f")) + chunk(called(0, "1}")) + chunk(called(1, "", name="g"))
     assert answer.feed(sent + chunk({}, "tool_calls"), 1.0) == b""
@@ -251,14 +247,14 @@ def test_calls_of_tools_are_told_whole_before_the_end() -> None:
     assert (told["done"], last["done"], last["done_reason"]) == (False, True, "stop")
 
 
-def test_a_tool_called_with_nonsense_is_an_error() -> None:
+def test_a_tool_called_with_nonsense_is_an_error():
     answer = ollama.chat({"model": "a", "messages": [USER]}).answer
     answer.feed(chunk(called(0, '{"a', name="f")) + chunk({}, "tool_calls"), 1.0)
     with pytest.raises(BackendError, match="no JSON object"):
         answer.finish(2.0)
 
 
-def test_a_whole_answer_is_one_object() -> None:
+def test_a_whole_answer_is_one_object():
     choice = b'{"message":{"content":"Hello"},"finish_reason":"stop"}'
     body = b'{"choices":[%b],"usage":{"completion_tokens":1}}' % choice
     answer = ollama.generate({"model": "a", "prompt": "Hi", "stream": False}).answer
@@ -273,7 +269,7 @@ def test_a_whole_answer_is_one_object() -> None:
     assert "prompt_eval_count" not in said
 
 
-def test_what_the_engine_measured_itself_is_told() -> None:
+def test_what_the_engine_measured_itself_is_told():
     timings = b'"timings":{"prompt_ms":20.5,"predicted_ms":3}'
     asked = ollama.chat({"model": "a", "messages": [USER]}).answer
     asked.begun(1.0, 0.0)
@@ -286,7 +282,7 @@ def test_what_the_engine_measured_itself_is_told() -> None:
         assert (said["prompt_eval_duration"], said["eval_duration"]) == (20_500_000, 3_000_000)
 
 
-def test_how_long_the_prompt_of_a_whole_answer_took_is_not_guessed() -> None:
+def test_how_long_the_prompt_of_a_whole_answer_took_is_not_guessed():
     answer = ollama.chat({"model": "a", "messages": [USER], "stream": False}).answer
     answer.begun(1.0, 0.0)
     [said] = lines(answer.whole(b'{"choices":[{"message":{"content":"Hello"}}]}', 2.0))
@@ -296,13 +292,13 @@ def test_how_long_the_prompt_of_a_whole_answer_took_is_not_guessed() -> None:
 
 @pytest.mark.parametrize("odd", ["NaN", "-Infinity", "1e999", "null", "true", '"1"', "[1]"])
 @pytest.mark.parametrize("ask", [ollama.embed, ollama.embeddings])
-def test_embeddings_that_are_no_numbers_are_an_error(ask: Callable[..., Translation], odd: str) -> None:
+def test_embeddings_that_are_no_numbers_are_an_error(ask, odd):
     body = f'{{"data":[{{"embedding":[1, 0.5, -1e30]}},{{"embedding":[0.5,{odd}]}}]}}'.encode()
     with pytest.raises(BackendError, match="no lists of numbers"):
         ask({"model": "a", "input": "x", "prompt": "x"}).answer.whole(body, 0.0)
 
 
-def test_embeddings_come_back_in_both_shapes() -> None:
+def test_embeddings_come_back_in_both_shapes():
     body = b'{"data":[{"embedding":[1.0]},{"embedding":[2.0]}],"usage":{"prompt_tokens":2}}'
     said = json.loads(ollama.embed({"model": "a", "input": ["x", "y"]}).answer.whole(body, 0.0))
     assert (said["embeddings"], said["prompt_eval_count"]) == ([[1.0], [2.0]], 2)
@@ -324,7 +320,7 @@ def speak(_: Asked) -> bytes:
     return SSE_HEAD + framed(chunk({"content": "Hello"})) + framed(chunk({}, "stop") + USAGE) + b"0\r\n\r\n"
 
 
-def test_a_chat_reaches_the_engine_in_its_own_words_and_comes_back_in_lines(rig: Rig) -> None:
+def test_a_chat_reaches_the_engine_in_its_own_words_and_comes_back_in_lines(rig):
     client = ask(rig, "/api/chat", model="org/b:latest", messages=[USER])
     asked = rig.other.next()
     assert asked.head.startswith(b"POST /v1/chat/completions HTTP/1.1\r\n")
@@ -340,7 +336,7 @@ def test_a_chat_reaches_the_engine_in_its_own_words_and_comes_back_in_lines(rig:
     assert (record.model, record.status, record.path) == ("org/b", 200, "/api/chat")
 
 
-def test_the_first_line_comes_before_the_engine_has_ended(rig: Rig) -> None:
+def test_the_first_line_comes_before_the_engine_has_ended(rig):
     client = ask(rig, "/api/generate", model="a", prompt="Hi")
     asked = rig.engine.next()
     asked.send(SSE_HEAD, framed(chunk({"content": "He"})))
@@ -350,7 +346,7 @@ def test_the_first_line_comes_before_the_engine_has_ended(rig: Rig) -> None:
     assert (lines(body)[-1]["done"], clean) == (True, True)
 
 
-def test_connections_are_kept_on_both_sides(rig: Rig) -> None:
+def test_connections_are_kept_on_both_sides(rig):
     rig.engine.answer = speak
     client = rig.client()
     for _ in range(3):
@@ -358,7 +354,7 @@ def test_connections_are_kept_on_both_sides(rig: Rig) -> None:
     assert len(rig.engine.connections) == 1
 
 
-def test_an_engine_that_dies_in_mid_stream_is_told_in_a_line_and_the_answer_does_not_end(rig: Rig) -> None:
+def test_an_engine_that_dies_in_mid_stream_is_told_in_a_line_and_the_answer_does_not_end(rig):
     client = ask(rig, "/api/chat", model="a", messages=[USER])
     asked = rig.engine.next()
     asked.send(SSE_HEAD, framed(chunk({"content": "He"})))
@@ -378,9 +374,7 @@ def test_an_engine_that_dies_in_mid_stream_is_told_in_a_line_and_the_answer_does
     ],
 )
 @pytest.mark.parametrize("length", [b"Content-Length: 0\r\n", b"Connection: close\r\n"])
-def test_an_engine_that_says_nothing_has_not_answered(
-    rig: Rig, path: str, said: dict[str, object], length: bytes
-) -> None:
+def test_an_engine_that_says_nothing_has_not_answered(rig, path, said, length):
     client = ask(rig, path, model="a", stream=False, **said)
     asked = rig.engine.next()
     asked.send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n%b\r\n" % length)
@@ -390,7 +384,7 @@ def test_an_engine_that_says_nothing_has_not_answered(
     assert "answered with nothing" in json.loads(answer.body)["error"]
 
 
-def test_an_engine_that_stops_without_a_reason_has_not_ended_its_answer(rig: Rig) -> None:
+def test_an_engine_that_stops_without_a_reason_has_not_ended_its_answer(rig):
     client = ask(rig, "/api/chat", model="a", messages=[USER])
     rig.engine.next().send(SSE_HEAD, framed(chunk({"content": "He"})), b"0\r\n\r\n")
     answer = client.read()
@@ -398,7 +392,7 @@ def test_an_engine_that_stops_without_a_reason_has_not_ended_its_answer(rig: Rig
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_engines_refusal_keeps_its_status_and_words(rig: Rig, stream: bool) -> None:
+def test_an_engines_refusal_keeps_its_status_and_words(rig, stream):
     client = ask(rig, "/api/chat", model="a", messages=[USER], stream=stream)
     said = b'{"error":{"message":"too long"}}'
     rig.engine.next().send(b"HTTP/1.1 400 X\r\nContent-Length: %d\r\n\r\n" % len(said), said)
@@ -406,7 +400,7 @@ def test_an_engines_refusal_keeps_its_status_and_words(rig: Rig, stream: bool) -
     assert (answer.status, json.loads(answer.body)) == (400, {"error": "too long"})
 
 
-def test_a_severed_stream_says_so(make_rig: Callable[..., Rig]) -> None:
+def test_a_severed_stream_says_so(make_rig):
     rig = make_rig(drain_timeout=0.0)
     client = ask(rig, "/api/chat", model="a", messages=[USER])
     rig.engine.next().send(SSE_HEAD, framed(chunk({"content": "He"})))
@@ -419,7 +413,7 @@ def test_a_severed_stream_says_so(make_rig: Callable[..., Rig]) -> None:
     assert other.read().clean
 
 
-def test_a_waiting_stream_hears_spaces_and_then_its_lines(make_rig: Callable[..., Rig]) -> None:
+def test_a_waiting_stream_hears_spaces_and_then_its_lines(make_rig):
     rig = make_rig(patience=Patience(grace=0.0, comment_every=0.0, chunk_every=0.0))
     rig.engine.answer = speak
     rig.mechanism.gate.clear()
@@ -432,7 +426,7 @@ def test_a_waiting_stream_hears_spaces_and_then_its_lines(make_rig: Callable[...
     assert clean
 
 
-def test_a_load_that_fails_after_the_spaces_is_a_line(make_rig: Callable[..., Rig]) -> None:
+def test_a_load_that_fails_after_the_spaces_is_a_line(make_rig):
     rig = make_rig(patience=Patience(grace=0.0, comment_every=0.0, chunk_every=0.0))
     rig.mechanism.gate.clear()
     client = ask(rig, "/api/generate", model="a", prompt="Hi")
@@ -443,7 +437,7 @@ def test_a_load_that_fails_after_the_spaces_is_a_line(make_rig: Callable[..., Ri
     assert ("no such file" in json.loads(body)["error"], clean) == (True, False)
 
 
-def test_asking_nothing_loads_and_keeping_alive_for_nothing_unloads(rig: Rig) -> None:
+def test_asking_nothing_loads_and_keeping_alive_for_nothing_unloads(rig):
     loaded = json.loads(ask(rig, "/api/generate", model="a").read().body)
     assert (loaded["response"], loaded["done"], loaded["done_reason"]) == ("", True, "load")
     rig.events.wait("ready")
@@ -455,7 +449,7 @@ def test_asking_nothing_loads_and_keeping_alive_for_nothing_unloads(rig: Rig) ->
     assert rig.engine.asked.empty()
 
 
-def test_keep_alive_of_nothing_puts_out_what_others_use_once_they_are_done(rig: Rig) -> None:
+def test_keep_alive_of_nothing_puts_out_what_others_use_once_they_are_done(rig):
     streaming = ask(rig, "/api/chat", model="a", messages=[USER])
     asked = rig.engine.next()
     asked.send(SSE_HEAD, framed(chunk({"content": "He"})))
@@ -468,7 +462,7 @@ def test_keep_alive_of_nothing_puts_out_what_others_use_once_they_are_done(rig: 
     rig.events.wait("stopped")
 
 
-def test_what_an_engine_has_no_part_for_is_not_asked_again(rig: Rig) -> None:
+def test_what_an_engine_has_no_part_for_is_not_asked_again(rig):
     client = ask(rig, "/api/embed", model="a", input="x")
     said = b'{"error":{"code":501,"message":"start it with --embeddings","type":"not_supported_error"}}'
     rig.engine.next().send(b"HTTP/1.1 501 No\r\nContent-Length: %d\r\n\r\n%b" % (len(said), said))
@@ -484,7 +478,7 @@ def expires(rig: Rig) -> float:
     return at.timestamp() - time.time()
 
 
-def test_keep_alive_takes_the_place_of_the_ttl_until_another_is_given(make_rig: Callable[..., Rig]) -> None:
+def test_keep_alive_takes_the_place_of_the_ttl_until_another_is_given(make_rig):
     rig = make_rig(backends=(Backend("a", "a", ("0",), ttl=1000.0),))
     rig.engine.answer = speak
     for keep_alive, least, most in (
@@ -501,7 +495,7 @@ def test_keep_alive_takes_the_place_of_the_ttl_until_another_is_given(make_rig: 
     assert 7100 < expires(rig) <= 7200
 
 
-def test_keep_alive_in_the_past_of_a_load_is_forgotten_by_the_next(make_rig: Callable[..., Rig]) -> None:
+def test_keep_alive_in_the_past_of_a_load_is_forgotten_by_the_next(make_rig):
     rig = make_rig(backends=(Backend("a", "a", ("0",), ttl=1000.0),))
     assert ask(rig, "/api/generate", model="a", keep_alive="1h").read().status == 200
     assert ask(rig, "/api/generate", model="a", keep_alive=0).read().status == 200
@@ -510,7 +504,7 @@ def test_keep_alive_in_the_past_of_a_load_is_forgotten_by_the_next(make_rig: Cal
     assert expires(rig) <= 1000
 
 
-def test_a_model_goes_when_its_keep_alive_ends_and_not_before_its_answer(rig: Rig) -> None:
+def test_a_model_goes_when_its_keep_alive_ends_and_not_before_its_answer(rig):
     streaming = ask(rig, "/api/chat", model="a", messages=[USER], keep_alive="1ms")
     asked = rig.engine.next()
     asked.send(SSE_HEAD, framed(chunk({"content": "He"})))
@@ -521,18 +515,18 @@ def test_a_model_goes_when_its_keep_alive_ends_and_not_before_its_answer(rig: Ri
     assert rig.events.wait("draining").cause == Cause("idle", seconds=0.001)
 
 
-def test_keep_alive_keeps_no_model_from_being_evicted_for_another(rig: Rig) -> None:
+def test_keep_alive_keeps_no_model_from_being_evicted_for_another(rig):
     assert ask(rig, "/api/generate", model="a", keep_alive=-1).read().status == 200
     assert ask(rig, "/api/generate", model="org/b").read().status == 200
     assert [event.backend for event in rig.events.of("stopped")] == ["a"]
 
 
-def test_unloading_loads_nothing(rig: Rig) -> None:
+def test_unloading_loads_nothing(rig):
     assert ask(rig, "/api/generate", model="a", keep_alive="0s").read().status == 200
     assert not rig.events.of("loading")
 
 
-def test_the_models_are_told_from_memory(rig: Rig) -> None:
+def test_the_models_are_told_from_memory(rig):
     client = rig.client()
     assert [each["model"] for each in client.json(b"/api/tags")["models"]] == ["a", "org/b"]
     assert client.json(b"/api/version") == {"version": ollama.VERSION}
@@ -549,13 +543,13 @@ def test_the_models_are_told_from_memory(rig: Rig) -> None:
     [(b"POST", b"/api/" + verb) for verb in (b"pull", b"push", b"create", b"copy")]
     + [(b"DELETE", b"/api/delete")],
 )
-def test_what_is_not_offered_says_so_in_ollamas_shape(rig: Rig, method: bytes, path: bytes) -> None:
+def test_what_is_not_offered_says_so_in_ollamas_shape(rig, method, path):
     answer = rig.client().get(path, method)
     assert answer.status == 501
     assert "is not available" in json.loads(answer.body)["error"]
 
 
-def test_an_unknown_model_is_told_in_ollamas_shape(rig: Rig) -> None:
+def test_an_unknown_model_is_told_in_ollamas_shape(rig):
     answer = ask(rig, "/api/chat", model="nobody:latest", messages=[USER]).read()
     assert answer.status == 404
     assert "Known models: a, alias, org/b" in json.loads(answer.body)["error"]

@@ -1,10 +1,7 @@
 """Requests in two stages, prefill and decode, over real sockets, with engines that check vLLM's protocol."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,7 +62,7 @@ def prefilled(rig: Rig) -> dict[str, Any]:
     return body
 
 
-def test_the_prompt_is_computed_by_one_and_the_answer_written_by_the_other(rig: Rig) -> None:
+def test_the_prompt_is_computed_by_one_and_the_answer_written_by_the_other(rig):
     client = ask(rig)
     first = prefilled(rig)
     asked = rig.other.next()
@@ -79,7 +76,7 @@ def test_the_prompt_is_computed_by_one_and_the_answer_written_by_the_other(rig: 
     assert told.endswith(b"; prefill by p")
 
 
-def test_both_stages_are_asked_under_the_same_request_id(rig: Rig) -> None:
+def test_both_stages_are_asked_under_the_same_request_id(rig):
     client = ask(rig)
     first = rig.engine.next()
     reply(first, {"kv_transfer_params": WHERE})
@@ -90,7 +87,7 @@ def test_both_stages_are_asked_under_the_same_request_id(rig: Rig) -> None:
     assert all(b"x-request-id: " + told.lower() in each.head.lower() for each in (first, second))
 
 
-def test_a_stream_is_streamed_by_the_second_stage_only(rig: Rig) -> None:
+def test_a_stream_is_streamed_by_the_second_stage_only(rig):
     client = ask(
         rig, stream=True, stream_options={"include_usage": True}, min_tokens=9, max_completion_tokens=40
     )
@@ -106,7 +103,7 @@ def test_a_stream_is_streamed_by_the_second_stage_only(rig: Rig) -> None:
     assert client.read().body == b"data: {}\n\n"
 
 
-def test_what_a_client_says_of_transfers_is_not_passed_on(rig: Rig) -> None:
+def test_what_a_client_says_of_transfers_is_not_passed_on(rig):
     client = ask(rig, kv_transfer_params={"remote_host": "elsewhere"})
     asked = rig.engine.next()
     assert b"elsewhere" not in asked.body
@@ -117,7 +114,7 @@ def test_what_a_client_says_of_transfers_is_not_passed_on(rig: Rig) -> None:
     assert client.read().status == 200
 
 
-def test_the_first_lease_ends_with_the_first_stage_and_the_second_with_the_answer(rig: Rig) -> None:
+def test_the_first_lease_ends_with_the_first_stage_and_the_second_with_the_answer(rig):
     client = ask(rig)
     asked = rig.engine.next()
     assert [event.backend for event in rig.events.of("leased")] == ["p", "d"]  # in one go
@@ -131,7 +128,7 @@ def test_the_first_lease_ends_with_the_first_stage_and_the_second_with_the_answe
     assert rig.mux.overview.status().leases == 0
 
 
-def test_a_client_of_another_api_is_served_in_two_stages_too(rig: Rig) -> None:
+def test_a_client_of_another_api_is_served_in_two_stages_too(rig):
     client = rig.client()
     chat = {"model": "m", "messages": ASK["messages"], "stream": False}
     client.post(json.dumps(chat).encode(), b"/api/chat")
@@ -143,7 +140,7 @@ def test_a_client_of_another_api_is_served_in_two_stages_too(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("path", [b"/v1/embeddings", b"/upstream/m/v1/chat/completions"])
-def test_what_cannot_be_asked_in_stages_is_asked_of_the_decode_backend(rig: Rig, path: bytes) -> None:
+def test_what_cannot_be_asked_in_stages_is_asked_of_the_decode_backend(rig, path):
     client = ask(rig, path)
     asked = rig.other.next()
     assert b"kv_transfer_params" not in asked.body
@@ -152,7 +149,7 @@ def test_what_cannot_be_asked_in_stages_is_asked_of_the_decode_backend(rig: Rig,
 
 
 @pytest.mark.parametrize("resident", ["p", "d"])
-def test_while_one_stage_is_not_resident_the_other_serves_alone(resident: str) -> None:
+def test_while_one_stage_is_not_resident_the_other_serves_alone(resident):
     rig = staged()
     try:
         rig.mux.facts.died("p" if resident == "d" else "d", "killed")
@@ -165,7 +162,7 @@ def test_while_one_stage_is_not_resident_the_other_serves_alone(resident: str) -
         rig.close()
 
 
-def test_a_stage_that_died_is_back_for_the_requests_after_the_next(rig: Rig) -> None:
+def test_a_stage_that_died_is_back_for_the_requests_after_the_next(rig):
     rig.mux.facts.died("p", "killed")
     client = ask(rig)
     reply(rig.other.next(), {})
@@ -190,7 +187,7 @@ def refused(rig: Rig, status: bytes, said: object) -> Answer:
     return answer
 
 
-def test_a_refusal_by_the_first_stage_is_told_in_its_words(rig: Rig) -> None:
+def test_a_refusal_by_the_first_stage_is_told_in_its_words(rig):
     error = {"error": {"message": "too long", "type": "BadRequestError", "param": None, "code": 400}}
     answer = refused(rig, b"400 Bad Request", error)
     assert answer.status == 400
@@ -200,12 +197,12 @@ def test_a_refusal_by_the_first_stage_is_told_in_its_words(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("status", "said"), [(b"500 Oops", b"out of luck"), (b"200 OK", b"<html>"), (b"200 OK", b"[]")]
 )
-def test_a_first_stage_that_fails_is_a_bad_gateway(rig: Rig, status: bytes, said: bytes) -> None:
+def test_a_first_stage_that_fails_is_a_bad_gateway(rig, status, said):
     assert refused(rig, status, said).status == 502
 
 
 @pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/api/chat"])
-def test_when_the_first_stage_dies_its_request_is_served_by_who_is_left(rig: Rig, path: bytes) -> None:
+def test_when_the_first_stage_dies_its_request_is_served_by_who_is_left(rig, path):
     rig.mechanism.end = "killed"
     client = ask(rig, path, stream=False)
     rig.engine.next().reset()
@@ -215,7 +212,7 @@ def test_when_the_first_stage_dies_its_request_is_served_by_who_is_left(rig: Rig
     assert client.read().status == 200
 
 
-def test_when_the_second_stage_dies_nothing_of_the_first_goes_to_who_is_left(rig: Rig) -> None:
+def test_when_the_second_stage_dies_nothing_of_the_first_goes_to_who_is_left(rig):
     rig.mechanism.end = "killed"
     client = ask(rig, b"/api/chat", stream=False)
     prefilled(rig)
@@ -226,14 +223,14 @@ def test_when_the_second_stage_dies_nothing_of_the_first_goes_to_who_is_left(rig
     assert client.read().status == 200
 
 
-def test_a_request_that_cannot_be_read_frees_both_leases(rig: Rig) -> None:
+def test_a_request_that_cannot_be_read_frees_both_leases(rig):
     client = rig.client()
     assert client.ask(b'{"model": "m", "n": 1, "n": 2}').status == 400
     rig.events.wait("released", 2)
     assert rig.mux.overview.status().leases == 0
 
 
-def test_a_client_that_leaves_in_the_first_stage_frees_both_leases(rig: Rig) -> None:
+def test_a_client_that_leaves_in_the_first_stage_frees_both_leases(rig):
     client = ask(rig)
     asked = rig.engine.next()
     client.leave()
@@ -242,7 +239,7 @@ def test_a_client_that_leaves_in_the_first_stage_frees_both_leases(rig: Rig) -> 
     assert rig.mux.overview.status().leases == 0
 
 
-def test_a_request_waits_for_a_place_at_both_stages() -> None:
+def test_a_request_waits_for_a_place_at_both_stages():
     rig = staged(concurrency=1)
     try:
         first, second = ask(rig), ask(rig)
@@ -258,7 +255,7 @@ def test_a_request_waits_for_a_place_at_both_stages() -> None:
         rig.close()
 
 
-def test_a_policy_that_lets_no_prefill_take_more_charges_nobody() -> None:
+def test_a_policy_that_lets_no_prefill_take_more_charges_nobody():
     most = {"filters": [{"metric": {"metric": "num_requests", "threshold": 1, "in_fallback": True}}]}
     seen = {"metrics": ["num_requests"]}
     policy = {"prefill": {**most, "selector": "round_robin"}, "decode": {**seen, "selector": "round_robin"}}
@@ -279,7 +276,7 @@ def test_a_policy_that_lets_no_prefill_take_more_charges_nobody() -> None:
 # What is counted and told
 
 
-def test_what_speaks_for_each_replica_is_told_of_both_stages(rig: Rig) -> None:
+def test_what_speaks_for_each_replica_is_told_of_both_stages(rig):
     client = rig.client()
     client.post(json.dumps(ASK).encode(), extra=b"X-Anvil-Explain: 1\r\n")
     found = json.loads(client.read().body)["stages"]
@@ -291,7 +288,7 @@ def test_what_speaks_for_each_replica_is_told_of_both_stages(rig: Rig) -> None:
     }
 
 
-def test_who_is_to_write_an_answer_has_it_counted_before_its_prompt_is_computed() -> None:
+def test_who_is_to_write_an_answer_has_it_counted_before_its_prompt_is_computed():
     in_flight = InFlightTracker(
         build("load_balance"),
         [Backend("d", "m", infer_type="decode"), Backend("e", "m", infer_type="decode")],
@@ -306,7 +303,7 @@ def test_who_is_to_write_an_answer_has_it_counted_before_its_prompt_is_computed(
     assert [each.decode_tokens for each in in_flight.view(Work(), ["d", "e"])] == [4000, 8000]
 
 
-def test_the_input_is_work_for_the_one_that_computes_it_only() -> None:
+def test_the_input_is_work_for_the_one_that_computes_it_only():
     in_flight = InFlightTracker(
         build("least_prefill_work"),
         [Backend("p", "m", infer_type="prefill"), Backend("d", "m", infer_type="decode")],
@@ -325,7 +322,7 @@ def test_the_input_is_work_for_the_one_that_computes_it_only() -> None:
     assert (decode.decode_tokens, decode.decode_batch) == (4000, 1)
 
 
-def test_a_model_with_one_stage_only_is_a_mistake(tmp_path: Path) -> None:
+def test_a_model_with_one_stage_only_is_a_mistake(tmp_path):
     service = {"image": "vllm/vllm-openai", "command": "--port 8000", "gpus": "all"}
     about = {"model": "m", "gpus": ["0"], "infer_type": "prefill"}
     file = tmp_path / "compose.yaml"

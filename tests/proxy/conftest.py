@@ -1,7 +1,5 @@
 """The status page of a rig."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Names that stand for several models, and requests that may force no swap, by way of a real server."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,12 +32,12 @@ def answered(rig: Rig, body: bytes, extra: bytes = b"") -> Answer:
     return client.read()
 
 
-def test_its_engine_is_asked_by_its_own_name_with_everything_else_as_it_was(any_rig: Rig) -> None:
+def test_its_engine_is_asked_by_its_own_name_with_everything_else_as_it_was(any_rig):
     asked = any_rig.passes(b'{ "model" : "chat", "tools":[ ], "n": 1e0}', engine=any_rig.other)
     assert asked.body == b'{ "model" : "b-inside", "tools":[ ], "n": 1e0}'
 
 
-def test_the_first_is_loaded_if_none_is_resident_and_then_the_resident_one_serves(any_rig: Rig) -> None:
+def test_the_first_is_loaded_if_none_is_resident_and_then_the_resident_one_serves(any_rig):
     client, served = any_rig.client(), []
     for body, engine in (
         (CHAT, any_rig.other),
@@ -55,7 +53,7 @@ def test_the_first_is_loaded_if_none_is_resident_and_then_the_resident_one_serve
     assert [event.model for event in any_rig.events.of("loading")] == ["org/b", "a", "org/b"]
 
 
-def test_one_that_cannot_be_loaded_is_passed_over(make_rig: Callable[..., Rig]) -> None:
+def test_one_that_cannot_be_loaded_is_passed_over(make_rig):
     rig = make_rig(any_of=FIRST_A)
     with rig.mux._lock:
         slot = rig.mux._layout.slot("a")
@@ -64,7 +62,7 @@ def test_one_that_cannot_be_loaded_is_passed_over(make_rig: Callable[..., Rig]) 
     assert answered(rig, CHAT).header(b"x-anvil-model") == b"org/b"
 
 
-def test_it_is_in_the_lists(any_rig: Rig) -> None:
+def test_it_is_in_the_lists(any_rig):
     client = any_rig.client()
     listed = client.json(b"/v1/models")["data"]
     assert [(each["id"], each["status"]["value"]) for each in listed][-1] == ("chat", "unloaded")
@@ -80,13 +78,13 @@ def test_it_is_in_the_lists(any_rig: Rig) -> None:
     }
 
 
-def test_why_says_what_it_stands_for(any_rig: Rig) -> None:
+def test_why_says_what_it_stands_for(any_rig):
     told = any_rig.json(b"/why?model=chat")
     assert told["sentence"].startswith("chat stands for org/b or a. A request for org/b waits about")
     assert (told["model"], told["any_of"]) == ("org/b", ["org/b", "a"])
 
 
-def test_what_is_done_to_a_model_must_name_one(any_rig: Rig) -> None:
+def test_what_is_done_to_a_model_must_name_one(any_rig):
     for path in (b"/models/unload", b"/models/load"):
         answer = any_rig.ask(CHAT, path)
         assert answer.status == 400
@@ -96,7 +94,7 @@ def test_what_is_done_to_a_model_must_name_one(any_rig: Rig) -> None:
 # Keys
 
 
-def test_a_key_gets_those_that_it_may_use(make_rig: Callable[..., Rig]) -> None:
+def test_a_key_gets_those_that_it_may_use(make_rig):
     rig = make_rig(
         any_of=FIRST_A, keys=keyring("key-of-b models=org/b", "key-of-chat models=chat", "key-of-x models=x")
     )
@@ -118,7 +116,7 @@ def test_a_key_gets_those_that_it_may_use(make_rig: Callable[..., Rig]) -> None:
 # Without a swap
 
 
-def test_a_header_keeps_a_request_from_forcing_a_swap(any_rig: Rig) -> None:
+def test_a_header_keeps_a_request_from_forcing_a_swap(any_rig):
     answer = any_rig.ask(b'{"model":"a"}', extra=NEVER)
     assert (answer.status, answer.code) == (503, "nothing_resident")
     assert answer.error["message"] == (
@@ -132,13 +130,13 @@ def test_a_header_keeps_a_request_from_forcing_a_swap(any_rig: Rig) -> None:
     assert len(any_rig.events.of("loading")) == 1
 
 
-def test_the_header_is_never_or_allowed(any_rig: Rig) -> None:
+def test_the_header_is_never_or_allowed(any_rig):
     answer = any_rig.ask(CHAT, extra=b"X-Anvil-Swap: no\r\n")
     assert (answer.status, answer.error["message"]) == (400, "X-Anvil-Swap must be never or allowed")
     assert answered(any_rig, CHAT, b"X-Anvil-Swap: allowed\r\n").status == 200
 
 
-def test_the_name_may_say_it(make_rig: Callable[..., Rig]) -> None:
+def test_the_name_may_say_it(make_rig):
     rig = make_rig(any_of={"chat": AnyOf((Rule(("a", "org/b")),), swaps=False)})
     answer = rig.ask(CHAT)
     assert (answer.status, answer.code) == (503, "nothing_resident")
@@ -147,7 +145,7 @@ def test_the_name_may_say_it(make_rig: Callable[..., Rig]) -> None:
     assert answered(rig, CHAT).header(b"x-anvil-model") == b"org/b"
 
 
-def test_a_key_may_say_it(make_rig: Callable[..., Rig]) -> None:
+def test_a_key_may_say_it(make_rig):
     rig = make_rig(keys=keyring("key-of-guest models=a swap=never", "key-of-host models=*"))
     guest, host = shows("key-of-guest"), shows("key-of-host")
     answered(rig, b'{"model":"org/b"}', host)
@@ -159,7 +157,7 @@ def test_a_key_may_say_it(make_rig: Callable[..., Rig]) -> None:
     assert rig.ask(b'{"model":"a"}', extra=guest + b"X-Anvil-Swap: odd\r\n").status == 400
 
 
-def test_one_that_waits_for_a_place_fails_once_its_model_makes_room(make_rig: Callable[..., Rig]) -> None:
+def test_one_that_waits_for_a_place_fails_once_its_model_makes_room(make_rig):
     rig = make_rig(backends=(Backend("a", "a", gpus=("0",), concurrency=1), B))
     first, second, third = rig.client(), rig.client(), rig.client()
     first.post(b'{"model":"a"}')
@@ -205,7 +203,7 @@ def chosen(rig: Rig, key: bytes, model: str = "chat") -> tuple[dict[str, Any], b
     return json.loads(got.body), answer.header(b"x-anvil-model")
 
 
-def test_the_first_name_whose_model_is_resident_says_under_which_preset(preset_rig: Rig) -> None:
+def test_the_first_name_whose_model_is_resident_says_under_which_preset(preset_rig):
     assert chosen(preset_rig, b"key-of-all1") == ({"model": "a", "prompt": "x", "top_k": 1}, b"think")
     assert chosen(preset_rig, b"key-of-fast") == ({"model": "a", "prompt": "x", "top_k": 2}, b"fast")
     assert chosen(preset_rig, b"key-of-chat") == ({"model": "a", "prompt": "x", "top_k": 1}, b"think")
@@ -217,7 +215,7 @@ def test_the_first_name_whose_model_is_resident_says_under_which_preset(preset_r
     assert len(preset_rig.events.of("loading")) == 1
 
 
-def test_it_is_told_by_the_names_of_the_presets(preset_rig: Rig) -> None:
+def test_it_is_told_by_the_names_of_the_presets(preset_rig):
     client, head = preset_rig.client(), shows("key-of-law1")
     listed = client.json(b"/v1/models", extra=head)["data"]
     assert [each["id"] for each in listed] == ["law", "chat"]
@@ -229,7 +227,7 @@ def test_it_is_told_by_the_names_of_the_presets(preset_rig: Rig) -> None:
     assert (told["chat"]["models"], told["chat"]["serves"]) == (["think", "law", "fast"], "think")
 
 
-def test_ollamas_clients_are_told_of_it_like_of_a_model(preset_rig: Rig) -> None:
+def test_ollamas_clients_are_told_of_it_like_of_a_model(preset_rig):
     assert preset_rig.ask(CHAT, path=b"/api/show", extra=shows("key-of-all1")).status == 200
 
 
@@ -237,9 +235,7 @@ def test_ollamas_clients_are_told_of_it_like_of_a_model(preset_rig: Rig) -> None
 
 
 @pytest.mark.parametrize(("when_paused", "code"), [("refuse", "paused"), ("wait", "nothing_resident")])
-def test_who_may_force_no_swap_never_waits_for_the_end_of_a_pause(
-    make_rig: Callable[..., Rig], when_paused: str, code: str
-) -> None:
+def test_who_may_force_no_swap_never_waits_for_the_end_of_a_pause(make_rig, when_paused, code):
     rig = make_rig(any_of=FIRST_A, when_paused=when_paused)
     answered(rig, CHAT)
     rig.mux.facts.paused(50.0)

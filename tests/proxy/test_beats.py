@@ -1,7 +1,5 @@
 """What a client sees that waits for its model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 
@@ -40,7 +38,7 @@ EAGER = {"grace": 0.0, "comment_every": 0.0, "chunk_every": 0.0}
 COMMENTS = {"grace": 0.0, "comment_every": 0.0, "chunk_every": 1e9}
 
 
-def test_a_waiting_stream_is_kept_alive_and_then_continued(loading: Loading) -> None:
+def test_a_waiting_stream_is_kept_alive_and_then_continued(loading):
     rig, client = loading(**COMMENTS)
     client.post(STREAM_A)
     head = client.read_until(b"\r\n\r\n")
@@ -56,7 +54,7 @@ def test_a_waiting_stream_is_kept_alive_and_then_continued(loading: Loading) -> 
     rig.answers(client)
 
 
-def test_who_waits_for_a_swap_that_has_not_begun_is_told_so(make_rig: Callable[..., Rig]) -> None:
+def test_who_waits_for_a_swap_that_has_not_begun_is_told_so(make_rig):
     rig = make_rig(patience=Patience(**COMMENTS), drain_timeout=1e6)
     _, asked = rig.asked(ASK_A)
     rig.mechanism.gate.clear()
@@ -67,7 +65,7 @@ def test_who_waits_for_a_swap_that_has_not_begun_is_told_so(make_rig: Callable[.
     second.read_until(b"\n: anvil-mux loading org/b\n")
 
 
-def test_a_minimal_chunk_comes_with_some_beats(loading: Loading) -> None:
+def test_a_minimal_chunk_comes_with_some_beats(loading):
     _, client = loading(**EAGER)
     client.post(STREAM_A)
     line = client.read_until(b"}\n\n").splitlines()[-2]
@@ -76,14 +74,14 @@ def test_a_minimal_chunk_comes_with_some_beats(loading: Loading) -> None:
     assert event["choices"][0]["delta"] == {}
 
 
-def test_the_minimal_chunk_is_not_put_off_until_the_next_comment(loading: Loading) -> None:
+def test_the_minimal_chunk_is_not_put_off_until_the_next_comment(loading):
     _, client = loading(grace=0.0, comment_every=1e9, chunk_every=0.1)
     client.post(STREAM_A)
     client.read_until(b"loading a\n")
     client.read_until(b"chat.completion.chunk")
 
 
-def test_nothing_is_sent_before_the_grace_is_over(loading: Loading) -> None:
+def test_nothing_is_sent_before_the_grace_is_over(loading):
     rig, client = loading(LoadError("no"), grace=1e9)
     client.post(STREAM_A)
     rig.events.wait("queued")
@@ -91,7 +89,7 @@ def test_nothing_is_sent_before_the_grace_is_over(loading: Loading) -> None:
     assert client.read().status == 503
 
 
-def test_a_load_that_fails_after_beats_is_an_error_event(loading: Loading) -> None:
+def test_a_load_that_fails_after_beats_is_an_error_event(loading):
     rest = told_after_beats(*loading(LoadError("a exited with code 1."), **EAGER))
     assert error_in(rest)["code"] == "load_failed"
     assert not rest.endswith(b"0\r\n\r\n")
@@ -118,9 +116,7 @@ def test_a_load_that_fails_after_beats_is_an_error_event(loading: Loading) -> No
         pytest.param(b"too long!", None, id="no JSON"),
     ],
 )
-def test_an_engines_refusal_after_beats_is_told_in_its_own_words(
-    loading: Loading, body: bytes, told: dict[str, object] | None
-) -> None:
+def test_an_engines_refusal_after_beats_is_told_in_its_own_words(loading, body, told):
     rig, client = loading(**EAGER)
     rig.engine.answer = lambda _: b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
     error = error_in(told_after_beats(rig, client))
@@ -131,7 +127,7 @@ def test_an_engines_refusal_after_beats_is_told_in_its_own_words(
         assert rig.events.record().code == "refused_by_engine"
 
 
-def test_a_refusal_that_comes_behind_its_head_is_told_in_its_own_words_too(loading: Loading) -> None:
+def test_a_refusal_that_comes_behind_its_head_is_told_in_its_own_words_too(loading):
     rig, client = loading(**EAGER)
     client.post(STREAM_A)
     client.read_until(b"loading a\n")
@@ -142,7 +138,7 @@ def test_a_refusal_that_comes_behind_its_head_is_told_in_its_own_words_too(loadi
     assert error_in(client.rest())["code"] == "too_long"
 
 
-def test_beats_to_a_client_of_http_1_0_are_not_chunked(loading: Loading) -> None:
+def test_beats_to_a_client_of_http_1_0_are_not_chunked(loading):
     rig, client = loading(grace=0.0, comment_every=1e9, chunk_every=1e9)
     client.send(
         b"POST /v1/chat/completions HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: %d\r\n\r\n%b"
@@ -154,23 +150,21 @@ def test_beats_to_a_client_of_http_1_0_are_not_chunked(loading: Loading) -> None
     assert client.rest() == b"data: 1\n\n"
 
 
-def test_a_request_without_a_stream_is_answered_before_its_client_gives_up(loading: Loading) -> None:
+def test_a_request_without_a_stream_is_answered_before_its_client_gives_up(loading):
     rig, client = loading(silence=0.0)
     answer = client.ask(ASK_A)
     assert (answer.status, answer.code, answer.header(b"retry-after")) == (503, "model_loading", b"10")
     assert rig.events.record().waited > 0
 
 
-def test_a_client_is_told_to_come_again_when_the_load_should_be_over(loading: Loading) -> None:
+def test_a_client_is_told_to_come_again_when_the_load_should_be_over(loading):
     rig, client = loading(silence=0.0)
-    rig.mux.overview.eta = {"a": 42.0, "org/b": 600.0}.get  # type: ignore[method-assign]
+    rig.mux.overview.eta = {"a": 42.0, "org/b": 600.0}.get
     for body, seconds in ((ASK_A, b"42"), (ASK_B, b"60")):
         assert client.ask(body).header(b"retry-after") == seconds
 
 
-def test_who_waits_for_a_fallback_too_is_answered_before_its_client_gives_up(
-    make_rig: Callable[..., Rig],
-) -> None:
+def test_who_waits_for_a_fallback_too_is_answered_before_its_client_gives_up(make_rig):
     first = Backend("a", "a", ("0",), fallback=("org/b",), fallback_after=0.5)
     patience = Patience(margin=0.0, silence=0.75)
     rig = make_rig(patience=patience, backends=(first, Backend("b", "org/b", ("0",))))
@@ -180,6 +174,6 @@ def test_who_waits_for_a_fallback_too_is_answered_before_its_client_gives_up(
 
 
 @pytest.mark.parametrize("field", [b"x-stainless-read-timeout", b"x-stainless-timeout"])
-def test_the_clients_own_limit_is_respected(loading: Loading, field: bytes) -> None:
+def test_the_clients_own_limit_is_respected(loading, field):
     _, client = loading()
     assert client.ask(ASK_A, extra=field + b": 0.01\r\n").status == 503

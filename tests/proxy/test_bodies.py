@@ -1,17 +1,14 @@
 """Heads and bodies of requests: what is refused, what is read, and connections that stay in step."""
 
-from __future__ import annotations
-
 import gzip
 import json
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
 from anvil_mux.errors import BadRequest
 from anvil_mux.proxy import client
-from tests.fake_engine import ASK_A, ASK_HEAD, ASK_LIVEZ, JSON_OK, Rig, chunk, keyring, shows
+from tests.fake_engine import ASK_A, ASK_HEAD, ASK_LIVEZ, JSON_OK, chunk, keyring, shows
 from tests.running import seen
 
 # What must not be believed
@@ -43,9 +40,7 @@ from tests.running import seen
         pytest.param(ASK_HEAD + b"Expect: 200-ok\r\nContent-Length: 4\r\n\r\n", 417, id="other expectation"),
     ],
 )
-def test_what_is_ambiguous_is_refused_and_nothing_after_it_is_believed(
-    rig: Rig, request_bytes: bytes, status: int
-) -> None:
+def test_what_is_ambiguous_is_refused_and_nothing_after_it_is_believed(rig, request_bytes, status):
     connection = rig.client()
     connection.send(request_bytes + ASK_LIVEZ)
     answer = connection.read()
@@ -71,7 +66,7 @@ def test_what_is_ambiguous_is_refused_and_nothing_after_it_is_believed(
         (b'{"model":"nobody"}', 404),
     ],
 )
-def test_a_bad_body_is_a_clean_error_and_the_connection_goes_on(rig: Rig, body: bytes, status: int) -> None:
+def test_a_bad_body_is_a_clean_error_and_the_connection_goes_on(rig, body, status):
     rig.engine.answer = lambda _: JSON_OK
     connection = rig.client()
     answer = connection.ask(body)
@@ -80,7 +75,7 @@ def test_a_bad_body_is_a_clean_error_and_the_connection_goes_on(rig: Rig, body: 
     assert connection.ask(ASK_A).status == 200
 
 
-def test_an_unknown_model_is_told_with_the_known_ones(rig: Rig) -> None:
+def test_an_unknown_model_is_told_with_the_known_ones(rig):
     answer = rig.ask(b'{"model":"nobody"}')
     assert answer.code == "model_not_found"
     assert answer.header(b"x-should-retry") == b"false"
@@ -90,13 +85,13 @@ def test_an_unknown_model_is_told_with_the_known_ones(rig: Rig) -> None:
     assert not rig.events.of("loading")
 
 
-def test_an_empty_line_between_two_requests_is_skipped(rig: Rig) -> None:
+def test_an_empty_line_between_two_requests_is_skipped(rig):
     connection = rig.client()
     connection.send(b"\r\n" + ASK_LIVEZ + b"\r\n" + ASK_LIVEZ)
     assert [connection.read().status for _ in range(2)] == [200, 200]
 
 
-def test_an_empty_line_alone_does_not_begin_a_request(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_line_alone_does_not_begin_a_request(rig, monkeypatch):
     """A client that ends its body with a stray CRLF has as long until its next request as any other."""
     monkeypatch.setattr(client, "HEAD_SECONDS", 0.0)
     connection = rig.client()
@@ -110,7 +105,7 @@ def test_an_empty_line_alone_does_not_begin_a_request(rig: Rig, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("path", [b"/nowhere", b"/v1/files", b"/livez"])
-def test_the_small_body_of_a_refused_request_is_not_the_next_request(rig: Rig, path: bytes) -> None:
+def test_the_small_body_of_a_refused_request_is_not_the_next_request(rig, path):
     connection = rig.client()
     answer = connection.ask(ASK_LIVEZ, path=path)
     assert answer.status in (404, 405, 501)
@@ -118,7 +113,7 @@ def test_the_small_body_of_a_refused_request_is_not_the_next_request(rig: Rig, p
     assert connection.buffer == b""
 
 
-def test_a_form_that_is_refused_while_it_comes_swallows_no_later_request(rig: Rig) -> None:
+def test_a_form_that_is_refused_while_it_comes_swallows_no_later_request(rig):
     """Else whoever shares a proxy's connection has the next request eaten as the rest of this one."""
     form = b"--XX\r\nContent-Disposition: form-data; name=model\r\n\r\na\r\n--XX?" + b"x" * 40_000
     connection = rig.client()
@@ -134,7 +129,7 @@ def test_a_form_that_is_refused_while_it_comes_swallows_no_later_request(rig: Ri
     assert connection.is_closed()
 
 
-def test_a_large_unread_body_closes_the_connection_after_the_answer(rig: Rig) -> None:
+def test_a_large_unread_body_closes_the_connection_after_the_answer(rig):
     connection = rig.client()
     answer = connection.ask(ASK_LIVEZ * 10000, path=b"/nowhere")
     assert answer.status == 404
@@ -145,7 +140,7 @@ def test_a_large_unread_body_closes_the_connection_after_the_answer(rig: Rig) ->
 
 
 @pytest.mark.parametrize("path", [b"/livez", b"/v1/models", b"/metrics", b"/"])
-def test_an_answer_of_our_own_says_that_an_unread_body_ends_the_connection(rig: Rig, path: bytes) -> None:
+def test_an_answer_of_our_own_says_that_an_unread_body_ends_the_connection(rig, path):
     connection = rig.client()
     connection.send(b"GET %b HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n" % path)
     answer = connection.read()
@@ -153,7 +148,7 @@ def test_an_answer_of_our_own_says_that_an_unread_body_ends_the_connection(rig: 
     assert connection.is_closed()
 
 
-def test_the_body_of_a_question_that_needs_none_is_read_before_an_engine_is_asked(rig: Rig) -> None:
+def test_the_body_of_a_question_that_needs_none_is_read_before_an_engine_is_asked(rig):
     connection = rig.client()
     ask = b"GET /props?model=a HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     rig.engine.answer = lambda asked: JSON_OK
@@ -163,7 +158,7 @@ def test_the_body_of_a_question_that_needs_none_is_read_before_an_engine_is_aske
     assert connection.is_closed()
 
 
-def test_what_a_client_sent_behind_its_last_request_destroys_no_answer(rig: Rig) -> None:
+def test_what_a_client_sent_behind_its_last_request_destroys_no_answer(rig):
     """A connection that is closed with unread bytes is reset, and its client may lose the answer."""
     connection = rig.client()
     head = b"GET /livez HTTP/1.0\r\nX-Pad: %b\r\n\r\n"
@@ -172,7 +167,7 @@ def test_what_a_client_sent_behind_its_last_request_destroys_no_answer(rig: Rig)
     assert connection.is_closed()
 
 
-def test_a_refused_body_that_has_not_come_is_not_waited_for(rig: Rig) -> None:
+def test_a_refused_body_that_has_not_come_is_not_waited_for(rig):
     connection = rig.client()
     connection.send(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 60000\r\n\r\n{")
     answer = connection.read()
@@ -180,7 +175,7 @@ def test_a_refused_body_that_has_not_come_is_not_waited_for(rig: Rig) -> None:
     assert connection.is_closed()
 
 
-def test_a_body_has_to_come_at_its_rate_to_the_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_has_to_come_at_its_rate_to_the_end(rig, monkeypatch):
     """One that came fast at first could else be held for hours."""
     moments = iter([0.0, 10.0, 20.0, 31.0, 50.0, 62.0, 70.0])
     monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: next(moments)))
@@ -198,7 +193,7 @@ def announced(length: int) -> bytes:
     return ASK_HEAD + b"Content-Length: %d\r\n\r\n" % length
 
 
-def test_a_body_takes_the_memory_that_has_come_and_not_what_is_announced(rig: Rig) -> None:
+def test_a_body_takes_the_memory_that_has_come_and_not_what_is_announced(rig):
     connection = rig.client()
     connection.send(announced(60 << 20) + b"{" + b" " * 99_999)
     held = seen(lambda: rig.server.bodies.held, lambda held: held > 60_000)
@@ -208,9 +203,7 @@ def test_a_body_takes_the_memory_that_has_come_and_not_what_is_announced(rig: Ri
 
 
 @pytest.mark.parametrize("framing", ["length", "chunked", "gzip"])
-def test_bodies_beyond_the_memory_for_all_are_refused_for_a_while(
-    make_rig: Callable[..., Rig], framing: str
-) -> None:
+def test_bodies_beyond_the_memory_for_all_are_refused_for_a_while(make_rig, framing):
     rig = make_rig(max_bodies=3 << 20)
     waiting = rig.client()
     body = b'{"model":"a","x":"%b"}' % (b"x" * (2 << 20))
@@ -236,14 +229,14 @@ def test_bodies_beyond_the_memory_for_all_are_refused_for_a_while(
     rig.passes(body)
 
 
-def test_a_body_unpacks_to_no_more_than_its_size_pays_for(rig: Rig) -> None:
+def test_a_body_unpacks_to_no_more_than_its_size_pays_for(rig):
     answer = rig.ask(
         gzip.compress(b'{"model":"a","x":"%b"}' % bytes(30 << 20)), extra=b"Content-Encoding: gzip\r\n"
     )
     assert (answer.status, answer.code) == (413, "request_too_large")
 
 
-def test_a_keys_requests_count_from_their_heads(make_rig: Callable[..., Rig]) -> None:
+def test_a_keys_requests_count_from_their_heads(make_rig):
     rig = make_rig(keys=keyring("a-key-of-ones-own requests=1"))
     rig.engine.answer = lambda _: JSON_OK
     shown = shows("a-key-of-ones-own")
@@ -263,9 +256,7 @@ def test_a_keys_requests_count_from_their_heads(make_rig: Callable[..., Rig]) ->
 @pytest.mark.parametrize(
     "sent", [b"Content-Length: 1001\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n" + chunk(b"x" * 600) * 2]
 )
-def test_a_body_that_is_too_large_is_refused_before_it_is_read(
-    make_rig: Callable[..., Rig], sent: bytes
-) -> None:
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(make_rig, sent):
     connection = make_rig(max_body=1000).client()
     connection.send(ASK_HEAD + sent)
     answer = connection.read()
@@ -273,14 +264,14 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(
     assert connection.is_closed()
 
 
-def test_a_sessions_model_is_what_the_engine_calls_it(rig: Rig) -> None:
+def test_a_sessions_model_is_what_the_engine_calls_it(rig):
     path = b"/v1/realtime/client_secrets"
     asked = rig.passes(b'{"session":{"model":"org/b"}}', path, engine=rig.other)
     assert asked.head.startswith(b"POST %b HTTP/1.1\r\n" % path)
     assert asked.body == b'{"session":{"model":"b-inside"}}'
 
 
-def test_a_model_in_the_path_is_told_to_the_engine_in_the_body(rig: Rig) -> None:
+def test_a_model_in_the_path_is_told_to_the_engine_in_the_body(rig):
     path = b"/openai/deployments/org%2Fb/chat/completions?api-version=1"
     for body in (b'{"messages":[]}', b'{"model":"a","messages":[]}', b'{"model":"org/b","messages":[]}'):
         asked = rig.passes(body, path, engine=rig.other)
@@ -292,7 +283,7 @@ def test_a_model_in_the_path_is_told_to_the_engine_in_the_body(rig: Rig) -> None
 # Bodies in chunks
 
 
-def test_a_chunked_body_is_understood_and_sent_on_with_a_length(rig: Rig) -> None:
+def test_a_chunked_body_is_understood_and_sent_on_with_a_length(rig):
     connection = rig.client()
     connection.send(ASK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b'5;x=y\r\n{"mod\r\n')
     connection.send(b'8\r\nel":"a"}\r\n0\r\nTrailer: x\r\n\r\n' + ASK_LIVEZ)
@@ -307,7 +298,7 @@ def test_a_chunked_body_is_understood_and_sent_on_with_a_length(rig: Rig) -> Non
 # Expect
 
 
-def test_continue_is_said_once_the_request_is_acceptable(rig: Rig) -> None:
+def test_continue_is_said_once_the_request_is_acceptable(rig):
     connection = rig.client()
     connection.send(ASK_HEAD + b"Content-Length: 13\r\nExpect: 100-continue\r\n\r\n")
     assert connection.read_until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -321,7 +312,7 @@ def test_continue_is_said_once_the_request_is_acceptable(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("path", "length", "status"), [(b"/nowhere", 13, 404), (b"/v1/completions", 1 << 40, 413)]
 )
-def test_continue_is_not_said_to_what_is_refused(rig: Rig, path: bytes, length: int, status: int) -> None:
+def test_continue_is_not_said_to_what_is_refused(rig, path, length, status):
     connection = rig.client()
     connection.send(
         b"POST %b HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n"

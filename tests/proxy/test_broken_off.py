@@ -1,7 +1,5 @@
 """Answers that end before they are whole: the engine broke off, was evicted, or its client left."""
 
-from __future__ import annotations
-
 import socket
 import struct
 import threading
@@ -43,8 +41,8 @@ CHAT, TEXT, MESSAGES, RESPONSES = (
     ],
 )
 def test_a_stream_that_breaks_off_ends_with_an_error_event_where_one_fits_and_a_cut(
-    rig: Rig, path: bytes, sent: bytes, end: Callable[[Asked], object], told: bytes
-) -> None:
+    rig, path, sent, end, told
+):
     client, asked = rig.asked(STREAM_A, path=path)
     asked.send(SSE_HEAD)
     client.read_until(b"\r\n\r\n")
@@ -77,9 +75,7 @@ def until_close(rig: Rig, path: bytes, *pieces: bytes) -> tuple[RawClient, Asked
 
 @pytest.mark.parametrize("end", [Asked.close, Asked.reset], ids=["closed", "reset"])
 @pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES])
-def test_a_stream_without_a_length_is_whole_only_with_its_last_event(
-    rig: Rig, path: bytes, end: Callable[[Asked], None]
-) -> None:
+def test_a_stream_without_a_length_is_whole_only_with_its_last_event(rig, path, end):
     client, asked = until_close(rig, path, b'data: {"x":"data: [DONE]"}\n\n')
     end(asked)
     content, clean = client.read_chunks()
@@ -102,7 +98,7 @@ def test_a_stream_without_a_length_is_whole_only_with_its_last_event(
         (RESPONSES, (b"event: response.failed\ndata: {}\n\n",)),
     ],
 )
-def test_a_last_event_is_found_wherever_its_pieces_end(rig: Rig, path: bytes, last: tuple[bytes]) -> None:
+def test_a_last_event_is_found_wherever_its_pieces_end(rig, path, last):
     sent = [piece[at : at + 10000] for piece in last for at in range(0, len(piece), 10000)]
     client, asked = until_close(rig, path, b"data: {}\n\n", *sent)
     asked.close()
@@ -111,14 +107,14 @@ def test_a_last_event_is_found_wherever_its_pieces_end(rig: Rig, path: bytes, la
     assert rig.events.record().code == ""
 
 
-def test_a_last_event_that_is_cut_within_does_not_count(rig: Rig) -> None:
+def test_a_last_event_that_is_cut_within_does_not_count(rig):
     client, asked = until_close(rig, RESPONSES, b"data: {}\n\n", b'event: response.completed\ndata: {"ha')
     asked.close()
     assert client.read_chunks()[1] is False
 
 
 @pytest.mark.parametrize("ended", [None, "was killed"])
-def test_an_end_that_nothing_vouches_for_is_whole_while_its_engine_lives(rig: Rig, ended: str | None) -> None:
+def test_an_end_that_nothing_vouches_for_is_whole_while_its_engine_lives(rig, ended):
     client, asked = until_close(rig, b"/v1/images/generations", b'data: {"x":1}\n\n')
     rig.mechanism.end = ended
     asked.close()
@@ -127,7 +123,7 @@ def test_an_end_that_nothing_vouches_for_is_whole_while_its_engine_lives(rig: Ri
     assert (b"was killed" in content) is (ended is not None)
 
 
-def test_a_client_that_takes_no_chunks_sees_that_an_answer_broke_off(rig: Rig) -> None:
+def test_a_client_that_takes_no_chunks_sees_that_an_answer_broke_off(rig):
     client = rig.client()
     client.send(b"POST /v1/audio/speech HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(ASK_A), ASK_A))
     asked = rig.engine.next()
@@ -140,7 +136,7 @@ def test_a_client_that_takes_no_chunks_sees_that_an_answer_broke_off(rig: Rig) -
         client.rest()
 
 
-def test_a_client_that_has_stopped_sending_sees_that_its_answer_is_not_whole(rig: Rig) -> None:
+def test_a_client_that_has_stopped_sending_sees_that_its_answer_is_not_whole(rig):
     """It counts as one that has left; but it may read on, and without chunks an end is an end."""
     client = rig.client()
     client.send(b"POST /v1/audio/speech HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(ASK_A), ASK_A))
@@ -153,7 +149,7 @@ def test_a_client_that_has_stopped_sending_sees_that_its_answer_is_not_whole(rig
     assert rig.events.record().status == 499
 
 
-def test_a_json_answer_that_breaks_off_is_a_502(rig: Rig) -> None:
+def test_a_json_answer_that_breaks_off_is_a_502(rig):
     client, asked = rig.asked(ASK_A)
     asked.send(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
     asked.close()
@@ -162,7 +158,7 @@ def test_a_json_answer_that_breaks_off_is_a_502(rig: Rig) -> None:
     assert answer.code == "backend_unavailable"
 
 
-def test_a_silent_engine_is_given_up_before_its_head(make_rig: Callable[..., Rig]) -> None:
+def test_a_silent_engine_is_given_up_before_its_head(make_rig):
     rig = make_rig(upstream_timeout=0.05)
     client, asked = rig.asked(ASK_A)
     answer = client.read()
@@ -171,9 +167,7 @@ def test_a_silent_engine_is_given_up_before_its_head(make_rig: Callable[..., Rig
     assert asked.was_left()
 
 
-def test_a_silent_engine_is_given_up_within_a_stream(
-    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_engine_is_given_up_within_a_stream(make_rig, monkeypatch):
     monkeypatch.setattr("anvil_mux.proxy.pump.SWEEP_SECONDS", 0.02)
     rig = make_rig()
     client, asked = rig.streaming()
@@ -187,7 +181,7 @@ def test_a_silent_engine_is_given_up_within_a_stream(
 # Swaps
 
 
-def test_a_stream_ends_whole_before_another_model_is_loaded(rig: Rig) -> None:
+def test_a_stream_ends_whole_before_another_model_is_loaded(rig):
     rig.other.answer = lambda _: JSON_OK
     first, second = rig.client(), rig.client()
     asked = rig.streams(first)
@@ -201,9 +195,7 @@ def test_a_stream_ends_whole_before_another_model_is_loaded(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("framed", [True, False], ids=["chunked", "until the engine closes"])
-def test_a_severed_stream_ends_with_an_error_event_and_a_cut(
-    make_rig: Callable[..., Rig], framed: bool
-) -> None:
+def test_a_severed_stream_ends_with_an_error_event_and_a_cut(make_rig, framed):
     rig = make_rig(drain_timeout=0.0)
     rig.other.answer = lambda _: JSON_OK
     first, second = rig.client(), rig.client()
@@ -222,9 +214,7 @@ def test_a_severed_stream_ends_with_an_error_event_and_a_cut(
     assert second.read().body == b"{}"
 
 
-def test_a_request_severed_before_its_head_gets_503_and_when_to_come_again(
-    make_rig: Callable[..., Rig],
-) -> None:
+def test_a_request_severed_before_its_head_gets_503_and_when_to_come_again(make_rig):
     rig = make_rig(drain_timeout=0.0)
     rig.other.answer = lambda _: JSON_OK
     second, (first, asked) = rig.client(), rig.asked(ASK_A)
@@ -236,7 +226,7 @@ def test_a_request_severed_before_its_head_gets_503_and_when_to_come_again(
     assert second.read().status == 200
 
 
-def test_a_request_whose_engine_resets_the_connection_when_it_is_severed_is_not_sent_again() -> None:
+def test_a_request_whose_engine_resets_the_connection_when_it_is_severed_is_not_sent_again():
     """The engine may still write when the connection is shut down: the kernel answers that with a reset."""
     severed = threading.Event()
 
@@ -273,7 +263,7 @@ def test_a_request_whose_engine_resets_the_connection_when_it_is_severed_is_not_
     shared.close()
 
 
-def test_a_severed_lease_is_released_while_the_other_model_still_loads(make_rig: Callable[..., Rig]) -> None:
+def test_a_severed_lease_is_released_while_the_other_model_still_loads(make_rig):
     rig = make_rig(drain_timeout=0.0)
     second, (first, _) = rig.client(), rig.asked(ASK_A)
     rig.mechanism.loading.acquire()
@@ -288,7 +278,7 @@ def test_a_severed_lease_is_released_while_the_other_model_still_loads(make_rig:
     assert second.read().status == 200
 
 
-def test_a_request_that_waits_is_served_when_its_model_is_ready(rig: Rig) -> None:
+def test_a_request_that_waits_is_served_when_its_model_is_ready(rig):
     rig.engine.answer = lambda _: JSON_OK
     rig.mechanism.gate.clear()
     clients = [rig.client() for _ in range(10)]
@@ -304,7 +294,7 @@ def test_a_request_that_waits_is_served_when_its_model_is_ready(rig: Rig) -> Non
 
 
 @pytest.mark.parametrize("unread", [b"", b"P"], ids=["all read", "a byte unread"])
-def test_a_client_that_leaves_in_a_silent_prefill_frees_its_lease(rig: Rig, unread: bytes) -> None:
+def test_a_client_that_leaves_in_a_silent_prefill_frees_its_lease(rig, unread):
     client, asked = rig.asked(ASK_A)
     client.send(unread)
     client.leave()
@@ -314,7 +304,7 @@ def test_a_client_that_leaves_in_a_silent_prefill_frees_its_lease(rig: Rig, unre
 
 
 @pytest.mark.parametrize("unread", [b"", b"P"], ids=["all read", "a byte unread"])
-def test_a_client_that_leaves_the_line_is_forgotten(rig: Rig, unread: bytes) -> None:
+def test_a_client_that_leaves_the_line_is_forgotten(rig, unread):
     rig.mechanism.gate.clear()
     client = rig.client()
     client.post(ASK_A)
@@ -328,7 +318,7 @@ def test_a_client_that_leaves_the_line_is_forgotten(rig: Rig, unread: bytes) -> 
     assert rig.events.record().status == 499
 
 
-def test_a_client_that_leaves_in_mid_stream_frees_its_lease(rig: Rig) -> None:
+def test_a_client_that_leaves_in_mid_stream_frees_its_lease(rig):
     client, asked = rig.streaming()
     client.leave()
     assert asked.was_left()
@@ -345,9 +335,7 @@ def test_a_client_that_leaves_in_mid_stream_frees_its_lease(rig: Rig) -> None:
     ],
 )
 @pytest.mark.parametrize("framing", [b"", b"0\r\n"], ids=["before_the_end", "within_the_end"])
-def test_a_client_that_leaves_after_the_last_event_had_a_whole_answer(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, last: bytes, framing: bytes
-) -> None:
+def test_a_client_that_leaves_after_the_last_event_had_a_whole_answer(rig, monkeypatch, last, framing):
     monkeypatch.setattr("anvil_mux.proxy.connections.LOOK_SECONDS", 0.05)
     client, asked = rig.streaming()
     asked.send(chunk(last))
@@ -364,8 +352,8 @@ def test_a_client_that_leaves_after_the_last_event_had_a_whole_answer(
 
 
 def test_an_answer_that_breaks_off_behind_its_last_event_is_not_whole_although_its_client_has_left(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    rig, monkeypatch
+):
     leave, left, broken_off = pump.Pump._client_event, threading.Event(), threading.Event()
 
     def wait(self: pump.Pump, stream: pump.PumpedStream, event: int, now: float) -> None:

@@ -1,11 +1,7 @@
 """The last requests with what was asked and answered, if that is wanted, and without keys."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +12,6 @@ from anvil_mux.proxy.reply import CAPTURED_BYTES, redacted
 from anvil_mux.telemetry.accesslog import Served
 from tests.fake_engine import JSON_OK, SSE_HEAD, Rig, answer_of, chunk, keyring, shows
 
-Make = Callable[..., Rig]
 LAST = b"0\r\n\r\n"
 
 
@@ -36,7 +31,7 @@ def kept(rig: Rig, id: str = "", key: str = "") -> Any:
     return rig.json(b"/requests" + query, shows(key) if key else b"")
 
 
-def test_nothing_is_kept_unless_that_is_wanted(rig: Rig) -> None:
+def test_nothing_is_kept_unless_that_is_wanted(rig):
     rig.engine.answer = lambda _: JSON_OK
     ask(rig, b'{"model":"a"}')
     assert kept(rig) == {"capture": 0, "requests": []}
@@ -46,7 +41,7 @@ def test_nothing_is_kept_unless_that_is_wanted(rig: Rig) -> None:
     )
 
 
-def test_the_last_so_many_are_kept_with_their_bodies(make_rig: Make) -> None:
+def test_the_last_so_many_are_kept_with_their_bodies(make_rig):
     rig = make_rig(capture=2)
     rig.engine.answer = lambda _: JSON_OK
     for number in "123":
@@ -59,7 +54,7 @@ def test_the_last_so_many_are_kept_with_their_bodies(make_rig: Make) -> None:
     assert kept(rig, "1")["error"]["message"] == "No request 1 is kept: the last 2 are."
 
 
-def test_a_stream_is_kept_without_its_framing(make_rig: Make) -> None:
+def test_a_stream_is_kept_without_its_framing(make_rig):
     rig = make_rig(capture=1)
     events = [b'data: {"n": 1}\n\n', b'data: {"n": 2}\n\n', b"data: [DONE]\n\n"]
     whole = b"".join(map(chunk, events)) + LAST
@@ -73,7 +68,7 @@ def test_a_stream_is_kept_without_its_framing(make_rig: Make) -> None:
     assert kept(rig, about["id"])["answer"] == b"".join(events).decode()
 
 
-def test_an_answer_in_another_api_is_kept_as_its_client_got_it(make_rig: Make) -> None:
+def test_an_answer_in_another_api_is_kept_as_its_client_got_it(make_rig):
     rig = make_rig(capture=1)
     said = b'{"choices":[{"message":{"content":"hello"},"finish_reason":"stop"}]}'
     rig.engine.answer = lambda _: answer_of(said)
@@ -82,7 +77,7 @@ def test_an_answer_in_another_api_is_kept_as_its_client_got_it(make_rig: Make) -
     assert json.loads(kept(rig, "one")["answer"])["message"]["content"] == "hello"
 
 
-def test_an_error_is_kept(make_rig: Make) -> None:
+def test_an_error_is_kept(make_rig):
     rig = make_rig(capture=1)
     rig.mux.facts.paused(None)
     ask(rig, b'{"model":"a"}')
@@ -91,7 +86,7 @@ def test_an_error_is_kept(make_rig: Make) -> None:
     assert json.loads(one["answer"])["error"]["code"] == "paused"
 
 
-def test_of_long_bodies_the_beginning_is_kept(make_rig: Make) -> None:
+def test_of_long_bodies_the_beginning_is_kept(make_rig):
     rig = make_rig(capture=1)
     said = b"x" * (CAPTURED_BYTES + 1)
     rig.engine.answer = lambda _: answer_of(said)
@@ -101,7 +96,7 @@ def test_of_long_bodies_the_beginning_is_kept(make_rig: Make) -> None:
     assert (len(one["answer"]), one["answer_is_cut"]) == (CAPTURED_BYTES, True)
 
 
-def test_a_form_is_not_kept(make_rig: Make) -> None:
+def test_a_form_is_not_kept(make_rig):
     rig = make_rig(capture=1)
     rig.engine.answer = lambda _: JSON_OK
     body = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\na\r\n--x--\r\n'
@@ -112,9 +107,7 @@ def test_a_form_is_not_kept(make_rig: Make) -> None:
     assert (one["question"], one["question_is_form"], one["answer"]) == ("", True, "{}")
 
 
-def test_it_takes_a_key_with_the_right_and_no_key_is_kept(
-    make_rig: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_takes_a_key_with_the_right_and_no_key_is_kept(make_rig, monkeypatch, capsys):
     keys: Keyring = keyring("key-of-alice name=alice models=* state;key-of-root name=root")
     rig = make_rig(capture=1, keys=keys)
     rig.engine.answer = lambda _: JSON_OK
@@ -135,9 +128,7 @@ def test_it_takes_a_key_with_the_right_and_no_key_is_kept(
     assert "No request two is kept: the last 1 are." in capsys.readouterr().err
 
 
-def test_without_capture_the_command_says_how_to_have_it(
-    rig: Rig, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_capture_the_command_says_how_to_have_it(rig, capsys):
     assert main(["requests", "--url", "http://{}:{}".format(*rig.address)]) == 0
     assert "`capture: 50` at the top level of x-anvil keeps the last 50" in capsys.readouterr().err
 
@@ -156,11 +147,11 @@ def test_without_capture_the_command_says_how_to_have_it(
         ('{"content": "risk-takers and task-forces"}', '{"content": "risk-takers and task-forces"}'),
     ],
 )
-def test_what_looks_like_a_key_is_not_kept(body: str, seen: str) -> None:
+def test_what_looks_like_a_key_is_not_kept(body, seen):
     assert redacted(body.encode(), []) == seen
 
 
-def test_a_reload_keeps_fewer_or_none(make_rig: Make) -> None:
+def test_a_reload_keeps_fewer_or_none(make_rig):
     rig = make_rig(capture=3)
     rig.engine.answer = lambda _: JSON_OK
     for number in "123":
@@ -171,7 +162,7 @@ def test_a_reload_keeps_fewer_or_none(make_rig: Make) -> None:
     assert kept(rig) == {"capture": 0, "requests": []}
 
 
-def test_check_says_that_bodies_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_that_bodies_are_kept(tmp_path, capsys):
     file = tmp_path / "compose.yaml"
     file.write_text("x-anvil: {capture: 50}\nservices: {a: {image: x, x-anvil: {port: 1}}}")
     assert main(["check", str(file)]) == 0

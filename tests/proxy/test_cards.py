@@ -1,7 +1,5 @@
 """Lists say how long a context a model takes and what it can do, while it is loaded and while it is not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,7 +26,7 @@ def read(make_rig: Callable[..., Rig]) -> Rig:
     return rig
 
 
-def test_every_list_shows_what_the_engine_said_while_it_is_not_loaded(make_rig: Callable[..., Rig]) -> None:
+def test_every_list_shows_what_the_engine_said_while_it_is_not_loaded(make_rig):
     rig = make_rig(backends=(A, Backend("b", "b", ("0",))))
     rig.mux.overview.note_card(CardRead("a", "d", SAID))
     for path in (b"/v1/models", b"/models"):
@@ -50,7 +48,7 @@ def test_every_list_shows_what_the_engine_said_while_it_is_not_loaded(make_rig: 
     assert not rig.events.of("queued")
 
 
-def test_a_loaded_model_is_among_those_that_run_with_its_length(make_rig: Callable[..., Rig]) -> None:
+def test_a_loaded_model_is_among_those_that_run_with_its_length(make_rig):
     rig = read(make_rig)
     rig.engine.answer = lambda _: JSON_OK
     client = rig.client()
@@ -58,7 +56,7 @@ def test_a_loaded_model_is_among_those_that_run_with_its_length(make_rig: Callab
     assert client.json(b"/api/ps")["models"][0]["context_length"] == 4096
 
 
-def test_clients_of_anthropic_get_no_list_where_they_look_for_an_object(make_rig: Callable[..., Rig]) -> None:
+def test_clients_of_anthropic_get_no_list_where_they_look_for_an_object(make_rig):
     rig = read(make_rig)
     shown = entries(rig, extra=b"anthropic-version: 2023-06-01\r\n")["a"]
     assert shown["max_input_tokens"] == 4096
@@ -66,7 +64,7 @@ def test_clients_of_anthropic_get_no_list_where_they_look_for_an_object(make_rig
     assert entries(rig)["a"]["capabilities"] == ["completion", "tools"]
 
 
-def test_settings_win_and_show_before_the_first_load(make_rig: Callable[..., Rig]) -> None:
+def test_settings_win_and_show_before_the_first_load(make_rig):
     rig = make_rig(backends=(replace(A, context=1024, capabilities=("vision",)), replace(A, name="a-2")))
     assert entries(rig)["a"]["context_length"] == 1024
     rig.mux.overview.note_card(CardRead("a", "d", SAID))
@@ -75,7 +73,7 @@ def test_settings_win_and_show_before_the_first_load(make_rig: Callable[..., Rig
     assert (shown["context_length"], shown["capabilities"]) == (1024, ["completion", "vision"])
 
 
-def test_presets_have_their_models_card_and_any_of_what_holds_for_each(make_rig: Callable[..., Rig]) -> None:
+def test_presets_have_their_models_card_and_any_of_what_holds_for_each(make_rig):
     b = Backend("b", "b", ("0",), context=512)
     any_of = {"either": AnyOf((Rule(("a", "b")),))}
     rig = make_rig(backends=(A, b), any_of=any_of)
@@ -84,7 +82,7 @@ def test_presets_have_their_models_card_and_any_of_what_holds_for_each(make_rig:
     assert entries(rig, b"/api/v0/models")["either"]["max_context_length"] == 512
 
 
-def test_what_was_said_of_another_description_is_forgotten(make_rig: Callable[..., Rig]) -> None:
+def test_what_was_said_of_another_description_is_forgotten(make_rig):
     rig = read(make_rig)
     rig.mux.overview.note_card(CardRead("a", "of before", ModelCard(1)))
     rig.mux.overview.note_card(CardRead("gone", "d", ModelCard(1)))
@@ -96,15 +94,13 @@ def test_what_was_said_of_another_description_is_forgotten(make_rig: Callable[..
     assert rig.mux.overview.cards() == {"a": SAID}
 
 
-def test_a_hosts_word_counts_only_as_far_as_a_card_can_say_it(make_rig: Callable[..., Rig]) -> None:
+def test_a_hosts_word_counts_only_as_far_as_a_card_can_say_it(make_rig):
     rig = make_rig(backends=(A,))
     rig.mux.overview.note_card(CardRead("a", "d", ModelCard(-1, {"flies": True, "tools": True})))
     assert rig.mux.overview.cards() == {"a": ModelCard(None, {"tools": True})}
 
 
-def test_the_props_of_a_model_that_is_not_loaded_load_nothing_where_they_are_known(
-    make_rig: Callable[..., Rig],
-) -> None:
+def test_the_props_of_a_model_that_is_not_loaded_load_nothing_where_they_are_known(make_rig):
     rig = make_rig(backends=(A,))
     rig.engine.answer = lambda _: JSON_OK
     rig.mux.overview.note_card(CardRead("a", "d", SAID))

@@ -1,7 +1,5 @@
 """Names that choose their model by the request, by way of a real server."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -75,9 +73,7 @@ BLOCK = {"role": "user", "content": [{"type": "image", "source": {"type": "url",
         ("/openai/deployments/auto/chat/completions", {"messages": [TEXT]}, {"messages": [IMAGE]}),
     ],
 )
-def test_the_request_chooses_in_every_api(
-    rig: Rig, path: str, plain: dict[str, Any], with_image: dict[str, Any]
-) -> None:
+def test_the_request_chooses_in_every_api(rig, path, plain, with_image):
     client, sent = rig.client(), rig.engine.answers(OK)
     assert chosen(ask(client, path, **plain)) == "b"
     assert chosen(ask(client, path, **with_image)) == "a; images: true"
@@ -86,12 +82,12 @@ def test_the_request_chooses_in_every_api(
     assert [json.loads(asked.body).get("model", "a") for asked in sent] == ["a"]
 
 
-def test_a_large_request_is_read_for_it_too(rig: Rig) -> None:
+def test_a_large_request_is_read_for_it_too(rig):
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 400_000}}
     assert chosen(ask(rig.client(), messages=[{"role": "user", "content": [part]}])) == "a; images: true"
 
 
-def test_a_form_chooses_by_where_it_is_sent(make_rig: Callable[..., Rig]) -> None:
+def test_a_form_chooses_by_where_it_is_sent(make_rig):
     rig = answering(make_rig, any_of={"auto": AnyOf((Rule(("a",), (("audio", True),)), Rule(("b",))))})
     form = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\nauto\r\n--x--\r\n'
     answer = rig.ask(form, b"/v1/audio/transcriptions", type=b"multipart/form-data; boundary=x")
@@ -107,9 +103,7 @@ def test_a_form_chooses_by_where_it_is_sent(make_rig: Callable[..., Rig]) -> Non
         ({"prompt": "x" * 3996}, "small"),
     ],
 )
-def test_the_first_rule_that_fits_chooses(
-    make_rig: Callable[..., Rig], body: dict[str, Any], expected: str
-) -> None:
+def test_the_first_rule_that_fits_chooses(make_rig, body, expected):
     backends = [Backend(name, name) for name in ("long", "coder", "small")]
     rules = Rule(("long",), LONG), Rule(("coder",), WITH_TOOLS), Rule(("small",))
     rig = answering(make_rig, backends=tuple(backends), any_of={"auto": AnyOf(rules)})
@@ -117,7 +111,7 @@ def test_the_first_rule_that_fits_chooses(
     assert chosen(ask(rig.client(), "/v1/completions", **body)) == expected
 
 
-def test_of_equals_the_resident_one_serves(make_rig: Callable[..., Rig]) -> None:
+def test_of_equals_the_resident_one_serves(make_rig):
     same_gpu = A, replace(B, gpus=("0",))
     rig = answering(make_rig, backends=same_gpu, any_of={"auto": AnyOf((Rule(("a", "b"), WITH_TOOLS),))})
     client = rig.client()
@@ -126,7 +120,7 @@ def test_of_equals_the_resident_one_serves(make_rig: Callable[..., Rig]) -> None
     assert len(rig.events.of("loading")) == 1
 
 
-def test_a_later_rule_is_not_taken_though_its_model_is_resident(make_rig: Callable[..., Rig]) -> None:
+def test_a_later_rule_is_not_taken_though_its_model_is_resident(make_rig):
     rig = answering(make_rig, backends=(A, replace(B, gpus=("0",))))
     client = rig.client()
     assert chosen(ask(client)) == "b"
@@ -134,7 +128,7 @@ def test_a_later_rule_is_not_taken_though_its_model_is_resident(make_rig: Callab
     assert chosen(ask(client)) == "b"
 
 
-def test_a_request_that_fits_no_rule_is_refused(make_rig: Callable[..., Rig]) -> None:
+def test_a_request_that_fits_no_rule_is_refused(make_rig):
     rules = Rule(("a",), WITH_IMAGES), Rule(("b",), (("tools", True), ("tokens_over", 9)))
     rig = answering(make_rig, any_of={"auto": AnyOf(rules)})
     answer = ask(rig.client())
@@ -144,13 +138,13 @@ def test_a_request_that_fits_no_rule_is_refused(make_rig: Callable[..., Rig]) ->
     assert not rig.events.of("loading")
 
 
-def test_who_names_no_model_may_get_it(make_rig: Callable[..., Rig]) -> None:
+def test_who_names_no_model_may_get_it(make_rig):
     rig = answering(make_rig, default_model="auto")
     answer = rig.ask(json.dumps({"messages": [IMAGE]}).encode())
     assert chosen(answer) == "a; images: true"
 
 
-def test_it_may_force_no_swap(make_rig: Callable[..., Rig]) -> None:
+def test_it_may_force_no_swap(make_rig):
     rig = answering(make_rig, any_of={"auto": SEES_A["auto"]._replace(swaps=False)})
     rig.ask(b'{"model":"b"}')
     answer = ask(rig.client(), messages=[IMAGE])
@@ -159,7 +153,7 @@ def test_it_may_force_no_swap(make_rig: Callable[..., Rig]) -> None:
     assert chosen(ask(rig.client())) == "b"
 
 
-def test_a_rule_may_choose_a_preset(make_rig: Callable[..., Rig]) -> None:
+def test_a_rule_may_choose_a_preset(make_rig):
     think = Preset("think", set=(("top_k", "1"),))
     any_of = {"auto": AnyOf((Rule(("think",), WITH_TOOLS), Rule(("a",))))}
     rig = answering(make_rig, backends=(replace(A, presets=(think,)), B), any_of=any_of)
@@ -168,7 +162,7 @@ def test_a_rule_may_choose_a_preset(make_rig: Callable[..., Rig]) -> None:
     assert [json.loads(asked.body) for asked in sent] == [{"model": "a", "tools": [{}], "top_k": 1}]
 
 
-def test_its_model_may_have_a_fallback(make_rig: Callable[..., Rig]) -> None:
+def test_its_model_may_have_a_fallback(make_rig):
     rig = answering(make_rig, backends=(replace(A, fallback=("b",)), B))
     with rig.mux._lock:
         slot = rig.mux._layout.slot("a")
@@ -179,14 +173,14 @@ def test_its_model_may_have_a_fallback(make_rig: Callable[..., Rig]) -> None:
     assert answer.header(b"x-anvil-fallback") == b"b; a load_failed"
 
 
-def test_other_names_are_not_read_for_it(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_names_are_not_read_for_it(rig, monkeypatch):
     seen: list[object] = []
     monkeypatch.setattr(question, "json_contents", seen.append)
     assert rig.ask(b'{"model":"b","tools":[{}]}').status == 200
     assert not seen
 
 
-def test_a_reload_changes_the_rules(rig: Rig) -> None:
+def test_a_reload_changes_the_rules(rig):
     client = rig.client()
     assert chosen(ask(client, tools=[{}])) == "b"
     rules = {"auto": AnyOf((Rule(("a",), WITH_TOOLS), Rule(("b",))))}
@@ -194,7 +188,7 @@ def test_a_reload_changes_the_rules(rig: Rig) -> None:
     assert chosen(ask(client, tools=[{}])) == "a; tools: true"
 
 
-def test_who_goes_on_from_an_answer_stays_with_the_model_that_has_it(make_rig: Callable[..., Rig]) -> None:
+def test_who_goes_on_from_an_answer_stays_with_the_model_that_has_it(make_rig):
     rig = answering(make_rig, backends=(A, replace(B, gpus=("0",))))
     said = b'{"id":"resp_1"}'
     rig.engine.answer = lambda _: answer_of(said)
@@ -209,7 +203,7 @@ def test_who_goes_on_from_an_answer_stays_with_the_model_that_has_it(make_rig: C
 # Keys
 
 
-def test_a_key_never_gets_what_it_may_not_use(make_rig: Callable[..., Rig]) -> None:
+def test_a_key_never_gets_what_it_may_not_use(make_rig):
     ring = keyring("key-of-b models=b", "key-of-a models=a", "key-of-auto models=auto", "key-of-x models=x")
     rig = answering(make_rig, keys=ring)
 
@@ -228,7 +222,7 @@ def test_a_key_never_gets_what_it_may_not_use(make_rig: Callable[..., Rig]) -> N
     assert told(b"key-of-x")[0] == 404
 
 
-def test_a_key_is_told_of_no_rule_that_it_does_not_have(make_rig: Callable[..., Rig]) -> None:
+def test_a_key_is_told_of_no_rule_that_it_does_not_have(make_rig):
     rig = answering(make_rig, keys=keyring("key-of-b models=b state", "key-of-all models=*"))
     head = shows("key-of-b")
     why = rig.json(b"/why?model=auto&with=images", extra=head)
@@ -241,7 +235,7 @@ def test_a_key_is_told_of_no_rule_that_it_does_not_have(make_rig: Callable[..., 
 # What is told of it
 
 
-def test_healthz_has_its_rules(rig: Rig) -> None:
+def test_healthz_has_its_rules(rig):
     assert rig.json(b"/healthz")["any_of"]["auto"] == {
         "models": [{"model": "a", "when": {"images": True}}, "b"],
         "swap": "allowed",
@@ -250,7 +244,7 @@ def test_healthz_has_its_rules(rig: Rig) -> None:
     }
 
 
-def test_why_says_which_rule_would_choose(rig: Rig) -> None:
+def test_why_says_which_rule_would_choose(rig):
     client = rig.client()
     why = client.json(b"/why?model=auto")
     assert why["sentence"].startswith(
@@ -264,7 +258,7 @@ def test_why_says_which_rule_would_choose(rig: Rig) -> None:
     assert client.get(b"/why?model=auto&with=video").status == 400
 
 
-def test_the_command_why_asks_for_it(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_why_asks_for_it(rig, capsys):
     url = f"http://127.0.0.1:{rig.address[1]}"
     assert main(["why", "auto", "--with", "tools,images", "--url", url]) == 0
     assert "For this request that is a (images: true)." in capsys.readouterr().out
@@ -274,7 +268,7 @@ def test_the_command_why_asks_for_it(rig: Rig, capsys: pytest.CaptureFixture[str
     assert "auto: a if images: true, else b" in capsys.readouterr().out.splitlines()
 
 
-def test_explain_says_it_by_the_same_header(rig: Rig) -> None:
+def test_explain_says_it_by_the_same_header(rig):
     answer = ask(rig.client(), extra=b"X-Anvil-Explain: 1\r\n", messages=[IMAGE])
     assert (answer.header(b"x-anvil-model"), answer.json["model"]) == (b"a; images: true", "a")
     assert not rig.events.of("loading")

@@ -1,10 +1,7 @@
 """Connections to engines: those that idle, and engines that are gone."""
 
-from __future__ import annotations
-
 import socket
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -43,7 +40,7 @@ def look_on(looks: Looks, count: int) -> None:
 # Connections that idle
 
 
-def test_a_connection_that_is_put_back_after_the_end_of_its_pool_is_closed() -> None:
+def test_a_connection_that_is_put_back_after_the_end_of_its_pool_is_closed():
     pool, (near, far) = connections.Pool(), socket.socketpair()
     of_run = pool.of("run", Backend("a", "a"))
     pool.close()
@@ -53,9 +50,7 @@ def test_a_connection_that_is_put_back_after_the_end_of_its_pool_is_closed() -> 
     assert near.fileno() < 0
 
 
-def test_few_connections_are_kept_to_an_engine_in_which_each_holds_a_thread(
-    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_connections_are_kept_to_an_engine_in_which_each_holds_a_thread(make_rig, monkeypatch):
     monkeypatch.setattr("anvil_mux.proxy.connections.LOOK_SECONDS", GUARD)  # nobody waits for so long
     rig = make_rig(backends=(Backend("a", "a", gpus=("0",), engine="llamacpp"),))
     clients = [rig.client() for _ in range(5)]
@@ -69,9 +64,7 @@ def test_few_connections_are_kept_to_an_engine_in_which_each_holds_a_thread(
     assert sum(connection.ended.is_set() for connection in rig.engine.connections) == 3
 
 
-def test_what_idles_is_closed_when_a_request_waits_on_a_connection_of_its_own(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_idles_is_closed_when_a_request_waits_on_a_connection_of_its_own(rig, monkeypatch):
     monkeypatch.setattr("anvil_mux.proxy.connections.LOOK_SECONDS", 0.05)
     waiting = rig.client()
     clients = [rig.client() for _ in range(4)]
@@ -88,9 +81,7 @@ def test_what_idles_is_closed_when_a_request_waits_on_a_connection_of_its_own(
     assert waiting.read().status == 200
 
 
-def test_a_slow_answer_on_a_connection_that_was_answered_before_lets_others_idle(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, looks: Looks
-) -> None:
+def test_a_slow_answer_on_a_connection_that_was_answered_before_lets_others_idle(rig, monkeypatch, looks):
     monkeypatch.setattr("anvil_mux.proxy.connections.LOOK_SECONDS", 0.05)
     first, second = rig.client(), rig.client()
     for client in (first, second):
@@ -111,7 +102,7 @@ def test_a_slow_answer_on_a_connection_that_was_answered_before_lets_others_idle
 # Engines that are gone
 
 
-def test_a_pooled_connection_that_was_closed_is_replaced(rig: Rig) -> None:
+def test_a_pooled_connection_that_was_closed_is_replaced(rig):
     client, asked = rig.asked(ASK_A)
     asked.send(JSON_OK)
     assert client.read().status == 200
@@ -121,7 +112,7 @@ def test_a_pooled_connection_that_was_closed_is_replaced(rig: Rig) -> None:
     assert len(rig.events.of("loading")) == 1
 
 
-def test_a_pooled_connection_that_ends_under_the_request_is_replaced(rig: Rig) -> None:
+def test_a_pooled_connection_that_ends_under_the_request_is_replaced(rig):
     client = rig.client()
     rig.answers(client)
     client.post(ASK_A)
@@ -132,7 +123,7 @@ def test_a_pooled_connection_that_ends_under_the_request_is_replaced(rig: Rig) -
     assert len(rig.events.of("loading")) == 1
 
 
-def test_a_connection_is_looked_at_before_it_is_used_again(rig: Rig) -> None:
+def test_a_connection_is_looked_at_before_it_is_used_again(rig):
     client, asked = rig.asked(ASK_A)
     asked.send(JSON_OK)
     client.read()
@@ -143,7 +134,7 @@ def test_a_connection_is_looked_at_before_it_is_used_again(rig: Rig) -> None:
     assert connections.take() is None
 
 
-def test_a_second_answer_to_one_request_reaches_nobody(rig: Rig) -> None:
+def test_a_second_answer_to_one_request_reaches_nobody(rig):
     client, asked = rig.asked(ASK_A)
     asked.send(JSON_OK)
     assert client.read().body == b"{}"
@@ -170,11 +161,9 @@ class Impatient:
             connection.sendall(JSON_OK)
 
 
-def test_a_connection_that_did_not_take_the_whole_request_carries_no_other(
-    make_rig: Callable[..., Rig],
-) -> None:
+def test_a_connection_that_did_not_take_the_whole_request_carries_no_other(make_rig):
     rig = make_rig()
-    rig.mechanism.engines["a"] = Impatient()  # type: ignore[assignment]
+    rig.mechanism.engines["a"] = Impatient()
     assert rig.ask(b'{"model":"a","x":"%b"}' % (b"x" * 16_000_000)).status == 200
     rig.events.wait("released")
     [connections] = rig.relay.pool._of_run.values()
@@ -182,7 +171,7 @@ def test_a_connection_that_did_not_take_the_whole_request_carries_no_other(
 
 
 @pytest.mark.parametrize("length", [2, 300_000], ids=["whole", "passed_on"])
-def test_an_answers_coding_is_told_with_every_answer(rig: Rig, length: int) -> None:
+def test_an_answers_coding_is_told_with_every_answer(rig, length):
     packed = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % length
     rig.engine.answer = lambda _: packed + b"g" * length
     client = rig.client()
@@ -191,14 +180,14 @@ def test_an_answers_coding_is_told_with_every_answer(rig: Rig, length: int) -> N
         assert (answer.header(b"content-encoding"), len(answer.body)) == (b"gzip", length)
 
 
-def test_what_is_sent_to_an_engine_is_not_paced(rig: Rig) -> None:
+def test_what_is_sent_to_an_engine_is_not_paced(rig):
     connection = connections.connect(rig.engine.address)
     with connection:
         chosen = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
     assert chosen.rstrip(b"\0") == b"reno"
 
 
-def test_idle_connections_are_swept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_are_swept(rig, monkeypatch):
     rig.engine.answer = lambda _: JSON_OK
     rig.ask(ASK_A)
     rig.events.wait("released")
@@ -209,9 +198,7 @@ def test_idle_connections_are_swept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
     assert rig.engine.connections[0].ended.wait(20)
 
 
-def test_no_connection_idles_to_an_engine_that_is_told_to_go(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_connection_idles_to_an_engine_that_is_told_to_go(rig, monkeypatch):
     were_closed = []
 
     def evict(backend: Backend, how: str) -> Evicted:
@@ -233,7 +220,7 @@ def served(rig: Rig, client: RawClient) -> None:
     rig.relay.pool.close()
 
 
-def test_a_dead_engine_is_loaded_anew_and_the_request_sent_again(rig: Rig) -> None:
+def test_a_dead_engine_is_loaded_anew_and_the_request_sent_again(rig):
     client = rig.client()
     served(rig, client)
     client.post(ASK_A)
@@ -245,7 +232,7 @@ def test_a_dead_engine_is_loaded_anew_and_the_request_sent_again(rig: Rig) -> No
     assert client.read().status == 200
 
 
-def test_an_engine_that_ends_under_its_first_request_is_not_loaded_again_for_every_other(rig: Rig) -> None:
+def test_an_engine_that_ends_under_its_first_request_is_not_loaded_again_for_every_other(rig):
     rig.mechanism.end = "exited with code 139"
     client = rig.client()
     for n in range(6):
@@ -258,7 +245,7 @@ def test_an_engine_that_ends_under_its_first_request_is_not_loaded_again_for_eve
     assert len(rig.events.of("loading")) == 1
 
 
-def test_a_request_under_which_its_engine_ends_twice_is_refused_with_what_happened(rig: Rig) -> None:
+def test_a_request_under_which_its_engine_ends_twice_is_refused_with_what_happened(rig):
     client, other = rig.client(), rig.client()
     rig.mechanism.end = "exited with code 139"
     served(rig, client)
@@ -277,7 +264,7 @@ def test_a_request_under_which_its_engine_ends_twice_is_refused_with_what_happen
     rig.answers(other)
 
 
-def test_a_connection_that_is_closed_without_an_answer_is_the_failure_of_its_request_alone(rig: Rig) -> None:
+def test_a_connection_that_is_closed_without_an_answer_is_the_failure_of_its_request_alone(rig):
     streaming, client = rig.client(), rig.client()
     stream = rig.streams(streaming)
     client.post(ASK_A)
@@ -293,9 +280,7 @@ def test_a_connection_that_is_closed_without_an_answer_is_the_failure_of_its_req
 
 
 @pytest.mark.parametrize("well", [None, False])
-def test_a_neighbour_that_gets_bytes_is_proof_of_life_whatever_the_engine_says(
-    rig: Rig, well: bool | None
-) -> None:
+def test_a_neighbour_that_gets_bytes_is_proof_of_life_whatever_the_engine_says(rig, well):
     """Its health route may have to wait for a thread as any request does."""
     asked, may_answer = threading.Event(), threading.Event()
 
@@ -304,7 +289,7 @@ def test_a_neighbour_that_gets_bytes_is_proof_of_life_whatever_the_engine_says(
         assert may_answer.wait(GUARD)
         return well
 
-    rig.mechanism.answers = answers  # type: ignore[method-assign]
+    rig.mechanism.answers = answers
     streaming, client = rig.client(), rig.client()
     stream = rig.streams(streaming)
     client.post(ASK_A)
@@ -318,7 +303,7 @@ def test_a_neighbour_that_gets_bytes_is_proof_of_life_whatever_the_engine_says(
     assert rig.events.of("draining") == []
 
 
-def test_a_request_that_waited_on_an_idle_connection_is_not_asked_twice(rig: Rig, looks: Looks) -> None:
+def test_a_request_that_waited_on_an_idle_connection_is_not_asked_twice(rig, looks):
     client = rig.client()
     rig.answers(client)
     client.post(ASK_A)
@@ -333,12 +318,10 @@ def test_a_request_that_waited_on_an_idle_connection_is_not_asked_twice(rig: Rig
 def elsewhere(rig: Rig, listener: socket.socket) -> None:
     """Where the engine of ``a`` listens, and nobody takes what comes."""
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    rig.mechanism.engines["a"] = SimpleNamespace(url=url)  # type: ignore[assignment]
+    rig.mechanism.engines["a"] = SimpleNamespace(url=url)
 
 
-def test_a_frozen_engine_with_a_full_backlog_answers_all_when_it_goes_on(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, looks: Looks
-) -> None:
+def test_a_frozen_engine_with_a_full_backlog_answers_all_when_it_goes_on(rig, monkeypatch, looks):
     monkeypatch.setattr("anvil_mux.proxy.connections.CONNECT_SECONDS", 0.5)
     rig.engine.answer = lambda _: JSON_OK
     with socket.create_server(("127.0.0.1", 0), backlog=5) as frozen:
@@ -355,7 +338,7 @@ def test_a_frozen_engine_with_a_full_backlog_answers_all_when_it_goes_on(
     assert len(rig.events.of("loading")) == 1
 
 
-def test_who_waits_for_a_connection_leaves_with_its_client(rig: Rig) -> None:
+def test_who_waits_for_a_connection_leaves_with_its_client(rig):
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         elsewhere(rig, full)
         clients = [rig.client() for _ in range(4)]
@@ -368,7 +351,7 @@ def test_who_waits_for_a_connection_leaves_with_its_client(rig: Rig) -> None:
     assert rig.events.of("draining") == []
 
 
-def test_an_engine_that_cannot_be_reached_twice_is_a_502(rig: Rig) -> None:
+def test_an_engine_that_cannot_be_reached_twice_is_a_502(rig):
     rig.engine.stop_listening()
     answer = rig.ask(ASK_A)
     assert answer.status == 502
@@ -376,14 +359,14 @@ def test_an_engine_that_cannot_be_reached_twice_is_a_502(rig: Rig) -> None:
     assert len(rig.events.of("leased")) == 2
 
 
-def test_a_load_that_fails_is_a_503_with_the_engines_last_words(rig: Rig) -> None:
+def test_a_load_that_fails_is_a_503_with_the_engines_last_words(rig):
     rig.mechanism.failure = LoadError("a exited with code 1.", log=["CUDA out of memory"])
     answer = rig.ask(ASK_A)
     assert answer.status == 503
     assert b"CUDA out of memory" in answer.body
 
 
-def test_an_engines_redirect_is_told_and_not_followed(rig: Rig) -> None:
+def test_an_engines_redirect_is_told_and_not_followed(rig):
     client, asked = rig.asked(ASK_A)
     asked.send(
         b"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n"
@@ -392,7 +375,7 @@ def test_an_engines_redirect_is_told_and_not_followed(rig: Rig) -> None:
     assert rig.engine.asked.empty()
 
 
-def test_header_values_cannot_smuggle_lines(rig: Rig) -> None:
+def test_header_values_cannot_smuggle_lines(rig):
     answers = iter([b"HTTP/1.1 200 OK\r\nX-A: 1\rX-B: 2\r\nContent-Length: 2\r\n\r\n{}", JSON_OK])
     rig.engine.answer = lambda _: next(answers)
     assert rig.ask(ASK_A).status == 502

@@ -1,7 +1,5 @@
 """What a request holds, in the shapes of every API, and which rule it fits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -68,7 +66,7 @@ def said(contents: Contents) -> str:
         ({"messages": [{"type": ["image"]}, None, [[{"type": {}}]]]}, ""),
     ],
 )
-def test_what_a_body_holds(body: dict[str, Any], expected: str) -> None:
+def test_what_a_body_holds(body, expected):
     assert said(json_contents(body)) == expected
 
 
@@ -82,7 +80,7 @@ def test_what_a_body_holds(body: dict[str, Any], expected: str) -> None:
         ("/api/embed", {"input": ["x"]}, ""),
     ],
 )
-def test_what_a_body_of_ollamas_holds(path: str, body: dict[str, Any], expected: str) -> None:
+def test_what_a_body_of_ollamas_holds(path, body, expected):
     assert said(json_contents(ollama.TRANSLATE[path]({"model": "auto", **body}).question)) == expected
 
 
@@ -94,13 +92,13 @@ def test_what_a_body_of_ollamas_holds(path: str, body: dict[str, Any], expected:
         ("/v1/images/edits", "images"),
     ],
 )
-def test_what_a_form_holds(path: str, expected: str) -> None:
+def test_what_a_form_holds(path, expected):
     route = api.match("POST", path)
     assert route
     assert said(form_contents(route)) == expected
 
 
-def test_four_bytes_of_a_prompt_are_a_token() -> None:
+def test_four_bytes_of_a_prompt_are_a_token():
     assert json_contents({"prompt": "x" * 40_000, "stop": "y" * 4000}).tokens == 10_001
     assert json_contents({"input": "é" * 2000}).tokens == 1001
     assert json_contents({"input": [[1, 2, 3], [4, 5]]}).tokens == 8
@@ -119,7 +117,7 @@ def test_four_bytes_of_a_prompt_are_a_token() -> None:
         {"type": "file", "file": {"filename": "x.pdf", "file_data": BASE64}},
     ],
 )
-def test_what_is_no_text_is_next_to_no_tokens(part: dict[str, Any]) -> None:
+def test_what_is_no_text_is_next_to_no_tokens(part):
     assert 0 < json_contents(asked(part, {"type": "text", "text": "hi"})).tokens < 30
 
 
@@ -140,7 +138,7 @@ RULES = (
         (Contents(tokens=11, tools=True), "coder"),
     ],
 )
-def test_the_first_rule_whose_conditions_all_hold_chooses(contents: Contents, expected: str) -> None:
+def test_the_first_rule_whose_conditions_all_hold_chooses(contents, expected):
     rule = first_fit(RULES, contents)
     assert (rule.models[0] if rule else "") == expected
     assert first_fit((*RULES, Rule(("small",))), contents) == (rule or Rule(("small",)))

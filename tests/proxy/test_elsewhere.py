@@ -1,7 +1,5 @@
 """Servers elsewhere and fallbacks, over sockets: a stand-in fails in each way that servers do."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket
@@ -9,7 +7,6 @@ import ssl
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -80,8 +77,8 @@ def world(make_rig: Callable[..., Rig]) -> World:
         server.answer = lambda _: JSON_OK
         url = f"{server.url}{base}"
         far = Backend("gpt", "gpt", url=url, service=Service(key="sk-ours"))
-        far = replace(far, **(gpt or {}))  # type: ignore[arg-type]
-        near = Backend("a", "a", gpus=("0",), **(a or {}))  # type: ignore[arg-type]
+        far = replace(far, **(gpt or {}))
+        near = Backend("a", "a", gpus=("0",), **(a or {}))
         mechanism = WithElsewhere({})
         rig = make_rig(backends=(near, far), gpus=(Gpu("0"),), mechanism=mechanism, **settings)
         mechanism.engines = {"a": rig.engine}
@@ -117,7 +114,7 @@ def break_off(rig: Rig, model: str, engine: FakeEngine) -> None:
 # Its head, and its key
 
 
-def test_no_key_of_a_client_reaches_it_and_ours_does(world: World) -> None:
+def test_no_key_of_a_client_reaches_it_and_ours_does(world):
     rig = world()
     heard = rig.other.answers()
     client = rig.client()
@@ -134,7 +131,7 @@ def test_no_key_of_a_client_reaches_it_and_ours_does(world: World) -> None:
     assert len(heads) == 2
 
 
-def test_it_gets_no_key_where_it_needs_none(world: World) -> None:
+def test_it_gets_no_key_where_it_needs_none(world):
     rig = world(gpt={"service": Service()})
     heard = rig.other.answers()
     ask(rig, "gpt", extra=EXTRA)
@@ -142,7 +139,7 @@ def test_it_gets_no_key_where_it_needs_none(world: World) -> None:
     assert b"uthorization" not in heard[0].head
 
 
-def test_a_browsers_key_for_a_websocket_stays_here(world: World) -> None:
+def test_a_browsers_key_for_a_websocket_stays_here(world):
     rig = world()
     heard = rig.other.answers(status(404))
     upgrade = (
@@ -157,7 +154,7 @@ def test_a_browsers_key_for_a_websocket_stays_here(world: World) -> None:
 # Faults, and the circuit
 
 
-def test_what_it_says_is_passed_on_and_counted(world: World) -> None:
+def test_what_it_says_is_passed_on_and_counted(world):
     rig = world()
     rig.other.answer = lambda _: status(500)
     for _ in range(MOST_FAILURES):
@@ -173,9 +170,7 @@ def test_what_it_says_is_passed_on_and_counted(world: World) -> None:
 
 
 @pytest.mark.parametrize("path", [b"/v1/realtime?model=gpt", b"/v1/chat/completions"])
-def test_one_that_has_begun_to_answer_gets_other_requests_however_long_the_answer_is(
-    world: World, path: bytes
-) -> None:
+def test_one_that_has_begun_to_answer_gets_other_requests_however_long_the_answer_is(world, path):
     rig = world()
     rig.other.answer = lambda _: status(429, b"Retry-After: 30")
     ask(rig, "gpt")
@@ -199,7 +194,7 @@ def test_one_that_has_begun_to_answer_gets_other_requests_however_long_the_answe
     assert rig.mux.circuits.of("gpt").failures == 1
 
 
-def test_a_bad_request_is_the_clients(world: World) -> None:
+def test_a_bad_request_is_the_clients(world):
     rig = world()
     rig.other.answer = lambda _: status(400)
     for _ in range(MOST_FAILURES + 1):
@@ -207,7 +202,7 @@ def test_a_bad_request_is_the_clients(world: World) -> None:
     assert state_of(rig) == "closed"
 
 
-def test_429_with_retry_after_opens_it_for_so_long(world: World) -> None:
+def test_429_with_retry_after_opens_it_for_so_long(world):
     rig = world()
     rig.other.answer = lambda _: status(429, b"Retry-After: 30")
     assert b"Retry-After: 30" in ask(rig, "gpt")
@@ -216,14 +211,14 @@ def test_429_with_retry_after_opens_it_for_so_long(world: World) -> None:
     assert 25 < rig.mux.circuits.pause_left("gpt") <= 30
 
 
-def test_one_that_refuses_connections(world: World) -> None:
+def test_one_that_refuses_connections(world):
     rig = world()
     rig.other.stop_listening()
     codes = [ask(rig, "gpt").split()[1] for _ in range(MOST_FAILURES + 1)]
     assert codes == [b"502"] * MOST_FAILURES + [b"503"]
 
 
-def test_one_that_refuses_our_key(world: World) -> None:
+def test_one_that_refuses_our_key(world):
     rig = world(gpt={"api_key_env": "CLOUD_KEY"})
     rig.other.answer = lambda _: status(401)
     answer = rig.ask(b'{"model":"gpt"}')
@@ -231,14 +226,14 @@ def test_one_that_refuses_our_key(world: World) -> None:
     assert b"refuses the API key in CLOUD_KEY" in answer.body
 
 
-def test_one_that_hangs_ends_after_upstream_timeout(world: World) -> None:
+def test_one_that_hangs_ends_after_upstream_timeout(world):
     rig = world(upstream_timeout=0.01)
     rig.other.answer = None
     assert b" 502 " in ask(rig, "gpt")
     assert rig.mux.circuits.of("gpt").failures == 1
 
 
-def test_one_that_breaks_off_its_stream(world: World) -> None:
+def test_one_that_breaks_off_its_stream(world):
     rig = world()
     rig.other.answer = None
     break_off(rig, "gpt", rig.other)
@@ -246,7 +241,7 @@ def test_one_that_breaks_off_its_stream(world: World) -> None:
     assert rig.mux.circuits.of("gpt").failures == 1
 
 
-def test_the_same_connection_serves_again(world: World) -> None:
+def test_the_same_connection_serves_again(world):
     rig = world()
     client = rig.client()
     for _ in range(3):
@@ -254,7 +249,7 @@ def test_the_same_connection_serves_again(world: World) -> None:
     assert len(rig.other.connections) == 1
 
 
-def test_it_is_never_unloaded(world: World) -> None:
+def test_it_is_never_unloaded(world):
     rig = world()
     assert not rig.mux.facts.unload("gpt")
     assert rig.mux.overview.is_ready("gpt")
@@ -266,7 +261,7 @@ def test_it_is_never_unloaded(world: World) -> None:
 GPT = {"fallback": ("gpt",)}
 
 
-def test_a_load_that_fails_is_answered_by_the_fallback(world: World) -> None:
+def test_a_load_that_fails_is_answered_by_the_fallback(world):
     rig = world(a=GPT)
     rig.mechanism.failure = LoadError("no such file")
     heard = rig.other.answers()
@@ -280,13 +275,13 @@ def test_a_load_that_fails_is_answered_by_the_fallback(world: World) -> None:
     assert b" 200 " in ask(rig, "a"), "and while it cools down"
 
 
-def test_who_waits_for_longer_than_after_leaves_the_queue(world: World) -> None:
+def test_who_waits_for_longer_than_after_leaves_the_queue(world):
     rig = world(a={**GPT, "fallback_after": 0.0})
     rig.mechanism.gate.clear()
     head = ask(rig, "a")
     assert b"X-Anvil-Fallback: gpt; a fell_back\r\n" in head
     assert rig.mux.overview.status().waiting == 0
-    assert rig.events.wait("failed").cause.detail == "fell_back"  # type: ignore[union-attr]
+    assert rig.events.wait("failed").cause.detail == "fell_back"
     rig.mechanism.gate.set()
     rig.events.wait("ready", 2)
     head = ask(rig, "a")
@@ -295,7 +290,7 @@ def test_who_waits_for_longer_than_after_leaves_the_queue(world: World) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_fallback_that_a_reload_has_taken_away_is_none(world: World, fails: bool) -> None:
+def test_a_fallback_that_a_reload_has_taken_away_is_none(world, fails):
     patience = Patience(grace=0.0, comment_every=0.0)
     rig = world(a={"fallback": ("gpt",), "fallback_after": None if fails else 0.5}, patience=patience)
     rig.mechanism.gate.clear()
@@ -316,7 +311,7 @@ def test_a_fallback_that_a_reload_has_taken_away_is_none(world: World, fails: bo
     assert rig.events.record().fallback_of == ""
 
 
-def test_who_waits_for_a_place_too(world: World) -> None:
+def test_who_waits_for_a_place_too(world):
     rig = world(a={**GPT, "fallback_after": 0.0, "concurrency": 1})
     rig.engine.answer = None
     first, asked = rig.asked(b'{"model":"a"}')
@@ -325,7 +320,7 @@ def test_who_waits_for_a_place_too(world: World) -> None:
     assert first.read().status == 200
 
 
-def test_a_stream_that_has_begun_to_wait_goes_on_with_the_fallback(world: World) -> None:
+def test_a_stream_that_has_begun_to_wait_goes_on_with_the_fallback(world):
     rig = world(a={**GPT, "fallback_after": 0.3}, patience=Patience(grace=0.0))
     rig.mechanism.gate.clear()
     rig.other.answer = lambda _: SSE_HEAD + chunk(b"data: {}\n\n") + b"0\r\n\r\n"
@@ -335,7 +330,7 @@ def test_a_stream_that_has_begun_to_wait_goes_on_with_the_fallback(world: World)
     assert answer.body.endswith(b"data: {}\n\n")
 
 
-def test_no_fallback_once_the_client_has_seen_a_byte(world: World) -> None:
+def test_no_fallback_once_the_client_has_seen_a_byte(world):
     rig = world(a=GPT)
     rig.engine.answer = None
     break_off(rig, "a", rig.engine)
@@ -343,7 +338,7 @@ def test_no_fallback_once_the_client_has_seen_a_byte(world: World) -> None:
 
 
 @pytest.mark.parametrize("code", [429, 500, 503, 529])
-def test_a_server_elsewhere_that_fails_has_its_fallback_too(world: World, code: int) -> None:
+def test_a_server_elsewhere_that_fails_has_its_fallback_too(world, code):
     rig = world(gpt={"fallback": ("a",)})
     rig.other.answer = lambda _: status(code)
     head = ask(rig, "gpt")
@@ -351,14 +346,14 @@ def test_a_server_elsewhere_that_fails_has_its_fallback_too(world: World, code: 
     assert b"X-Anvil-Fallback: a; gpt backend_unavailable" in head
 
 
-def test_an_open_circuit_falls_back_at_once(world: World) -> None:
+def test_an_open_circuit_falls_back_at_once(world):
     rig = world(gpt={"fallback": ("a",)})
     rig.mux.circuits.asked("gpt", "cannot be reached")
     assert b"X-Anvil-Fallback: a; gpt circuit_open" in ask(rig, "gpt")
     assert rig.other.connections == []
 
 
-def test_a_stream_that_does_not_begin_in_time_falls_back(world: World) -> None:
+def test_a_stream_that_does_not_begin_in_time_falls_back(world):
     rig = world(gpt={"fallback": ("a",), "fallback_after": 0.01})
     rig.other.answer = None
     rig.engine.answer = lambda _: SSE_HEAD + chunk(b"data: {}\n\n") + b"0\r\n\r\n"
@@ -367,7 +362,7 @@ def test_a_stream_that_does_not_begin_in_time_falls_back(world: World) -> None:
     assert rig.other.next().was_left()
 
 
-def test_a_key_falls_back_on_models_that_it_may_use_alone(world: World) -> None:
+def test_a_key_falls_back_on_models_that_it_may_use_alone(world):
     keys = keyring("only-a-key models=a; both-keys models=a,gpt")
     rig = world(a=GPT, keys=keys)
     rig.mechanism.failure = LoadError("no such file")
@@ -378,18 +373,18 @@ def test_a_key_falls_back_on_models_that_it_may_use_alone(world: World) -> None:
     assert b" 200 " in both
 
 
-def test_answers_that_may_not_be_severed_are_a_reason_to_fall_back_and_an_order_is_none() -> None:
+def test_answers_that_may_not_be_severed_are_a_reason_to_fall_back_and_an_order_is_none():
     assert is_reason(WouldWaitTooLong("b answers for longer than this request may wait."))
     assert not is_reason(Cancelled("This request was taken out of its queue."))
 
 
-def test_what_is_wrong_with_the_request_is_told(world: World) -> None:
+def test_what_is_wrong_with_the_request_is_told(world):
     rig = world(a=GPT)
     rig.engine.answer = lambda _: status(400)
     assert b" 400 " in ask(rig, "a")
 
 
-def test_where_all_fail_the_last_error_is_told_with_where_it_came_from(world: World) -> None:
+def test_where_all_fail_the_last_error_is_told_with_where_it_came_from(world):
     rig = world(a=GPT)
     rig.mechanism.failure = LoadError("no such file")
     rig.mux.circuits.asked("gpt", "cannot be reached")
@@ -402,7 +397,7 @@ def test_where_all_fail_the_last_error_is_told_with_where_it_came_from(world: Wo
 # Where they meet other features
 
 
-def test_what_a_preset_sets_does_not_reach_the_fallback(world: World) -> None:
+def test_what_a_preset_sets_does_not_reach_the_fallback(world):
     hot = Preset("a-hot", set=(("temperature", 2),), system="Be wild.")
     keys = keyring("k-of-hot-and-gpt name=ann models=a-hot,gpt")
     rig = world(a={**GPT, "presets": (hot,)}, keys=keys)
@@ -416,14 +411,14 @@ def test_what_a_preset_sets_does_not_reach_the_fallback(world: World) -> None:
     assert record.gpu_seconds == 0.0
 
 
-def test_a_server_elsewhere_has_presets_of_its_own(world: World) -> None:
+def test_a_server_elsewhere_has_presets_of_its_own(world):
     rig = world(gpt={"presets": (Preset("gpt-cold", set=(("temperature", 0),)),)})
     heard = rig.other.answers()
     assert b" 200 " in ask(rig, "gpt-cold")
     assert json.loads(heard[0].body) == {"model": "gpt", "temperature": 0}
 
 
-def test_figures_of_a_try_that_failed_are_not_the_fallbacks(world: World) -> None:
+def test_figures_of_a_try_that_failed_are_not_the_fallbacks(world):
     rig = world(a=GPT)
     rig.engine.answer = None
     client, asked = rig.asked(b'{"model":"a"}')
@@ -437,9 +432,7 @@ def test_figures_of_a_try_that_failed_are_not_the_fallbacks(world: World) -> Non
 CHAT = {"chat": AnyOf((Rule(("a", "gpt")),))}
 
 
-def test_of_several_the_server_elsewhere_is_resident_unless_its_circuit_is_open(
-    world: World,
-) -> None:
+def test_of_several_the_server_elsewhere_is_resident_unless_its_circuit_is_open(world):
     rig = world(any_of=CHAT)
     assert b"X-Anvil-Model: gpt\r\n" in ask(rig, "chat")
     assert rig.events.of("loading") == []
@@ -449,7 +442,7 @@ def test_of_several_the_server_elsewhere_is_resident_unless_its_circuit_is_open(
     assert b"X-Anvil-Model: a\r\n" in ask(rig, "chat"), "both are there, and it is preferred"
 
 
-def test_a_key_for_several_has_those_as_fallbacks_and_no_others(world: World) -> None:
+def test_a_key_for_several_has_those_as_fallbacks_and_no_others(world):
     keys = keyring("k-of-chat models=chat; k-of-solo models=solo")
     both = {"chat": AnyOf((Rule(("gpt", "a")),)), "solo": AnyOf((Rule(("gpt",)),))}
     rig = world(gpt={"fallback": ("a",)}, any_of=both, keys=keys)
@@ -460,16 +453,14 @@ def test_a_key_for_several_has_those_as_fallbacks_and_no_others(world: World) ->
     assert b" 500 " in ask(rig, "solo", extra=shows("k-of-solo"))
 
 
-def test_a_request_that_may_force_no_swap_goes_to_a_fallback_that_is_there(
-    world: World,
-) -> None:
+def test_a_request_that_may_force_no_swap_goes_to_a_fallback_that_is_there(world):
     rig = world(a=GPT)
     head = ask(rig, "a", extra=b"X-Anvil-Swap: never\r\n")
     assert b"X-Anvil-Fallback: gpt; a nothing_resident\r\n" in head
     assert rig.events.of("loading") == []
 
 
-def test_a_fallback_forces_no_swap_either(world: World) -> None:
+def test_a_fallback_forces_no_swap_either(world):
     rig = world(gpt={"fallback": ("a",)}, any_of={"chat": AnyOf((Rule(("gpt",)),), swaps=False)})
     rig.mux.circuits.asked("gpt", "cannot be reached")
     answer = rig.ask(b'{"model":"chat"}')
@@ -478,7 +469,7 @@ def test_a_fallback_forces_no_swap_either(world: World) -> None:
     assert rig.events.of("loading") == []
 
 
-def test_a_pause_leaves_servers_elsewhere_alone(world: World) -> None:
+def test_a_pause_leaves_servers_elsewhere_alone(world):
     rig = world(a=GPT, gpt={"concurrency": 1})
     assert b" 200 " in ask(rig, "a")
     rig.other.answer = None
@@ -497,7 +488,7 @@ def test_a_pause_leaves_servers_elsewhere_alone(world: World) -> None:
     assert seen(lambda: rig.mux.overview.wait_estimate("gpt").verdict, "served".__eq__) == "served"
 
 
-def test_a_keep_alive_does_not_evict_it(world: World) -> None:
+def test_a_keep_alive_does_not_evict_it(world):
     rig = world()
     lease = rig.mux.lease("gpt")
     lease.keep_alive(0.0)
@@ -513,7 +504,7 @@ def test_a_keep_alive_does_not_evict_it(world: World) -> None:
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 @pytest.mark.parametrize("trusted", [True, False])
-def test_tls_is_verified(world: World, tmp_path: Path, *, trusted: bool) -> None:
+def test_tls_is_verified(world, tmp_path, *, trusted):
     cert, key = make_certificate(tmp_path)
     rig = world()
     gate = Encrypted(cert, key, rig.other.address)

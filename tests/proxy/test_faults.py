@@ -5,8 +5,6 @@ request was answered or refused with a reason, no engine ran into another's memo
 slept, and whatever runs is known.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +26,7 @@ Make = Callable[..., World]
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Make:
     def made(*backends: Backend, seed: int = 0, **settings: object) -> World:
-        config = Config(backends=backends or (A, B), **{"policy": "eager", **settings})  # type: ignore[arg-type]
+        config = Config(backends=backends or (A, B), **{"policy": "eager", **settings})
         return World(monkeypatch, config, seed)
 
     return made
@@ -59,9 +57,7 @@ def faulty_wake(fault: str) -> Callable[[World], None]:
 @pytest.mark.parametrize(
     "fault", ["wake answers 500", "wake hangs", "wake dies", "answers nothing", "refuses connections"]
 )
-def test_a_wake_that_fails_is_a_cold_start_within_the_same_swap(
-    make: Make, kind: str, fault: str, seed: int
-) -> None:
+def test_a_wake_that_fails_is_a_cold_start_within_the_same_swap(make, kind, fault, seed):
     world = make(replace(A, engine=kind), B, seed=seed)
 
     def main() -> None:
@@ -77,9 +73,7 @@ def test_a_wake_that_fails_is_a_cold_start_within_the_same_swap(
 
 
 @SEEDS
-def test_a_sleeper_that_neither_wakes_nor_stops_is_stuck_and_nothing_is_built_upon_it(
-    make: Make, seed: int
-) -> None:
+def test_a_sleeper_that_neither_wakes_nor_stops_is_stuck_and_nothing_is_built_upon_it(make, seed):
     world = make(seed=seed)
 
     def main() -> None:
@@ -104,9 +98,7 @@ def test_a_sleeper_that_neither_wakes_nor_stops_is_stuck_and_nothing_is_built_up
 
 @SEEDS
 @pytest.mark.parametrize("fault", ["sleep frees nothing", "sleep answers 500", "sleep hangs", "sleep dies"])
-def test_who_says_200_and_frees_nothing_is_stopped_before_anybody_is_loaded(
-    make: Make, fault: str, seed: int
-) -> None:
+def test_who_says_200_and_frees_nothing_is_stopped_before_anybody_is_loaded(make, fault, seed):
     world = make(seed=seed)
 
     def main() -> None:
@@ -123,9 +115,7 @@ def test_who_says_200_and_frees_nothing_is_stopped_before_anybody_is_loaded(
 @pytest.mark.parametrize(
     "worker", [("worker survives stop",), ("worker survives stop", "worker survives kill")]
 )
-def test_memory_that_outlives_its_engine_is_seen_and_waited_for(
-    make: Make, worker: tuple[str, ...], seed: int
-) -> None:
+def test_memory_that_outlives_its_engine_is_seen_and_waited_for(make, worker, seed):
     world = make(seed=seed)
     killed = "worker survives kill" not in worker
 
@@ -149,7 +139,7 @@ def test_memory_that_outlives_its_engine_is_seen_and_waited_for(
 
 @SEEDS
 @pytest.mark.parametrize("told_after", [0.0, 0.75, 1000.0])
-def test_who_is_killed_while_standby_is_started_anew(make: Make, told_after: float, seed: int) -> None:
+def test_who_is_killed_while_standby_is_started_anew(make, told_after, seed):
     world = make(seed=seed)
 
     def main() -> None:
@@ -163,7 +153,7 @@ def test_who_is_killed_while_standby_is_started_anew(make: Make, told_after: flo
 
 
 @SEEDS
-def test_who_is_killed_under_its_requests_breaks_them_off_and_answers_the_next(make: Make, seed: int) -> None:
+def test_who_is_killed_under_its_requests_breaks_them_off_and_answers_the_next(make, seed):
     world = make(seed=seed)
 
     def main() -> None:
@@ -181,9 +171,7 @@ def test_who_is_killed_under_its_requests_breaks_them_off_and_answers_the_next(m
 
 @SEEDS
 @pytest.mark.parametrize("moment", [6.25, 7.0, 7.25, 8.0, 9.0, 13.0])
-def test_who_is_killed_in_any_moment_of_a_swap_costs_a_start_and_no_more(
-    make: Make, moment: float, seed: int
-) -> None:
+def test_who_is_killed_in_any_moment_of_a_swap_costs_a_start_and_no_more(make, moment, seed):
     """a loads until 6, b waits from 6, sleeps take 0.5 and a load 6 seconds."""
     for name in "ab":
         world = make(seed=seed)
@@ -202,8 +190,8 @@ def test_who_is_killed_in_any_moment_of_a_swap_costs_a_start_and_no_more(
 
 @SEEDS
 def test_while_docker_is_away_requests_are_refused_with_the_reason_and_afterwards_all_is_as_before(
-    make: Make, seed: int
-) -> None:
+    make, seed
+):
     pauses = [replace(each, evict_to=("freeze", "stop")) for each in (A, B)]
     world = make(*pauses, seed=seed)
 
@@ -225,7 +213,7 @@ def test_while_docker_is_away_requests_are_refused_with_the_reason_and_afterward
 
 
 @SEEDS
-def test_a_other_process_that_takes_the_memory_of_a_sleeper_makes_nobody_stuck(make: Make, seed: int) -> None:
+def test_a_other_process_that_takes_the_memory_of_a_sleeper_makes_nobody_stuck(make, seed):
     world = make(seed=seed)
 
     def main() -> None:
@@ -256,9 +244,7 @@ STANDBY = tuple(replace(each, evict_to=("checkpoint", "stop")) for each in (A, B
 @SEEDS
 @pytest.mark.parametrize("action", ["lock", "checkpoint"])
 @pytest.mark.parametrize("left", [None, "failed"])
-def test_half_a_checkpoint_is_put_back_and_its_engine_stopped(
-    make: Make, action: str, left: str | None, seed: int
-) -> None:
+def test_half_a_checkpoint_is_put_back_and_its_engine_stopped(make, action, left, seed):
     world = make(*STANDBY, seed=seed, drain_timeout=5.0)
 
     def main() -> None:
@@ -278,7 +264,7 @@ def test_half_a_checkpoint_is_put_back_and_its_engine_stopped(
 
 @SEEDS
 @pytest.mark.parametrize("action", ["restore", "unlock"])
-def test_who_is_not_restored_is_started_anew_within_the_swap(make: Make, action: str, seed: int) -> None:
+def test_who_is_not_restored_is_started_anew_within_the_swap(make, action, seed):
     world = make(*STANDBY, seed=seed)
 
     def main() -> None:
@@ -294,9 +280,7 @@ def test_who_is_not_restored_is_started_anew_within_the_swap(make: Make, action:
 
 
 @SEEDS
-def test_two_drivers_swap_at_once_and_what_is_stuck_on_one_delays_nobody_on_the_other(
-    make: Make, seed: int
-) -> None:
+def test_two_drivers_swap_at_once_and_what_is_stuck_on_one_delays_nobody_on_the_other(make, seed):
     c, d = sleeper("c", "1"), sleeper("d", "1")
     world = make(A, B, c, d, seed=seed)
 
@@ -325,9 +309,7 @@ SECONDS = 3600 if ALL else 225
 
 @pytest.mark.seeds
 @pytest.mark.parametrize("way", ["sleep", "checkpoint", "stop"])
-def test_a_pair_and_two_single_ones_under_constant_load_share_two_gpus(
-    make: Make, way: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pair_and_two_single_ones_under_constant_load_share_two_gpus(make, way, capsys):
     evict_to = (way, "stop") if way != "stop" else ("stop",)
     singles = sleeper("a", "0", evict_to=evict_to), sleeper("b", "1", evict_to=evict_to)
     pair = sleeper("t", "0", "1", evict_to=evict_to, checkpoint_anyway=True)
@@ -405,9 +387,7 @@ def some_trouble(world: World, name: str) -> None:
 
 @pytest.mark.seeds
 @pytest.mark.parametrize("chunk", seeds(2, of=40))
-def test_whatever_fails_at_whatever_moment_nothing_is_lost_and_all_is_well_afterwards(
-    make: Make, chunk: int
-) -> None:
+def test_whatever_fails_at_whatever_moment_nothing_is_lost_and_all_is_well_afterwards(make, chunk):
     for seed in range(chunk * SEEDS_EACH, (chunk + 1) * SEEDS_EACH):
         survive(make, seed)
 

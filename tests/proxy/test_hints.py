@@ -1,10 +1,7 @@
 """Clients that say which model they will ask for: a route, and a header of any request."""
 
-from __future__ import annotations
-
 import json
 import logging
-from collections.abc import Callable
 
 import pytest
 
@@ -14,7 +11,6 @@ from tests.fake_engine import ASK_A, JSON_OK, Answer, Rig, keyring, shows
 
 WARM_B = b"X-Anvil-Warm: org/b\r\n"
 TWO_GPUS = (Backend("a", "a", gpus=("0",)), Backend("b", "org/b", gpus=("1",)))
-Make = Callable[..., Rig]
 
 
 def hinted(rig: Rig, name: bytes, extra: bytes = b"") -> Answer:
@@ -26,7 +22,7 @@ def loads(rig: Rig) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [b"org/b", b"org%2Fb"])
-def test_a_model_is_loaded_for_who_says_that_he_will_ask_for_it(rig: Rig, name: bytes) -> None:
+def test_a_model_is_loaded_for_who_says_that_he_will_ask_for_it(rig, name):
     rig.mechanism.gate.clear()
     answer = hinted(rig, name)
     assert (answer.status, answer.json) == (
@@ -39,12 +35,12 @@ def test_a_model_is_loaded_for_who_says_that_he_will_ask_for_it(rig: Rig, name: 
     assert loads(rig) == ["b"]
 
 
-def test_a_name_for_several_means_the_one_that_would_serve(make_rig: Make) -> None:
+def test_a_name_for_several_means_the_one_that_would_serve(make_rig):
     rig = make_rig(any_of={"chat": AnyOf((Rule(("org/b", "a")),))})
     assert json.loads(hinted(rig, b"chat").body)["model"] == "org/b"
 
 
-def test_a_name_that_there_is_not_is_an_error_of_the_route(rig: Rig) -> None:
+def test_a_name_that_there_is_not_is_an_error_of_the_route(rig):
     answer = hinted(rig, b"org/c")
     assert (answer.status, answer.code) == (404, "model_not_found")
     assert b"Did you mean `org/b`?" in answer.body
@@ -52,7 +48,7 @@ def test_a_name_that_there_is_not_is_an_error_of_the_route(rig: Rig) -> None:
     assert rig.ask(b"", path=b"/v1/models/a").status == 405
 
 
-def test_a_key_that_may_use_a_model_may_say_so(make_rig: Make) -> None:
+def test_a_key_that_may_use_a_model_may_say_so(make_rig):
     rig = make_rig(keys=keyring("key-of-guest models=a", "key-that-waits models=a swap=never"))
     guest, waits = shows("key-of-guest"), shows("key-that-waits")
     assert [hinted(rig, b"a", each).status for each in (b"", waits)] == [401, 403]
@@ -62,7 +58,7 @@ def test_a_key_that_may_use_a_model_may_say_so(make_rig: Make) -> None:
     assert rig.ask(ASK_A, path=b"/models/load", extra=guest).status == 403
 
 
-def test_the_header_of_a_request_says_so_too_and_reaches_no_engine(make_rig: Make) -> None:
+def test_the_header_of_a_request_says_so_too_and_reaches_no_engine(make_rig):
     rig = make_rig(backends=TWO_GPUS)
     client, asked = rig.asked(ASK_A, extra=WARM_B)
     rig.events.wait("ready", 2)  # while the request runs
@@ -72,13 +68,13 @@ def test_the_header_of_a_request_says_so_too_and_reaches_no_engine(make_rig: Mak
     assert client.read().status == 200
 
 
-def test_it_does_not_evict_the_model_of_its_own_request(rig: Rig) -> None:
+def test_it_does_not_evict_the_model_of_its_own_request(rig):
     assert rig.serve(ASK_A).ask(ASK_A, extra=WARM_B).status == 200
     rig.events.wait("ready", 2)
     assert loads(rig) == ["a", "b"]
 
 
-def test_a_request_that_asks_no_engine_may_have_it(rig: Rig) -> None:
+def test_a_request_that_asks_no_engine_may_have_it(rig):
     assert rig.get(b"/v1/models", extra=WARM_B).status == 200
     rig.events.wait("loading")
     assert loads(rig) == ["b"]
@@ -87,9 +83,7 @@ def test_a_request_that_asks_no_engine_may_have_it(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("path", "extra"), [(b"/livez", b""), (b"/readyz", b""), (b"/", b"Accept: text/html\r\n"), (b"/ui", b"")]
 )
-def test_whoever_shows_no_key_where_there_are_keys_has_nothing_loaded(
-    make_rig: Make, path: bytes, extra: bytes
-) -> None:
+def test_whoever_shows_no_key_where_there_are_keys_has_nothing_loaded(make_rig, path, extra):
     rig = make_rig(keys=keyring("key-of-guest models=a", "key-of-both models=*"))
     rig.get(path, extra=extra + WARM_B)
     assert rig.get(path, extra=extra + b"X-Anvil-Warm: a\r\n" + shows("key-of-both")).status in (200, 307)
@@ -98,7 +92,7 @@ def test_whoever_shows_no_key_where_there_are_keys_has_nothing_loaded(
 
 
 @pytest.mark.parametrize("name", [b"org/c", b"", b"\xff\xfe"])
-def test_no_request_fails_for_it(rig: Rig, caplog: pytest.LogCaptureFixture, name: bytes) -> None:
+def test_no_request_fails_for_it(rig, caplog, name):
     caplog.set_level(logging.DEBUG, "anvil_mux.proxy.question")
     assert rig.get(b"/v1/models", extra=b"X-Anvil-Warm: %b\r\n" % name).status == 200
     assert "X-Anvil-Warm is ignored" in caplog.text

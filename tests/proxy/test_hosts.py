@@ -1,9 +1,5 @@
 """What clients see of hosts that are lost, over real sockets."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 
 from anvil_mux.config.config import Backend
@@ -16,7 +12,6 @@ from tests.running import seen
 HERE, THERE = Backend("b", "m", ("0",)), Backend("a", "m", ("0",), host="h1")
 ALONE = Backend("a", "m", ("0",), host="h1")
 ASK, STREAM = b'{"model":"m"}', b'{"model":"m","stream":true}'
-Make = Callable[..., Rig]
 
 
 def resident(rig: Rig, *backends: str) -> None:
@@ -24,7 +19,7 @@ def resident(rig: Rig, *backends: str) -> None:
     assert rig.mux.facts.adopt({name: engines[name].url for name in backends}) == []
 
 
-def test_a_model_on_a_lost_host_is_offered_to_nobody(make_rig: Make) -> None:
+def test_a_model_on_a_lost_host_is_offered_to_nobody(make_rig):
     rig = make_rig(backends=(ALONE,))
     resident(rig, "a")
     rig.engine.answer = lambda _: JSON_OK
@@ -48,7 +43,7 @@ def test_a_model_on_a_lost_host_is_offered_to_nobody(make_rig: Make) -> None:
     assert client.ask(ASK).status == 200
 
 
-def test_where_there_is_one_host_none_is_named(rig: Rig) -> None:
+def test_where_there_is_one_host_none_is_named(rig):
     assert b"host" not in rig.get(b"/healthz").body
 
 
@@ -57,7 +52,7 @@ def candidates(*hosts: str) -> list[Backend]:
     return [Backend(f"m.{host}.{gpu}", "m", (gpu,), host=host) for host in hosts for gpu in "01"]
 
 
-def test_those_who_look_on_are_told_of_the_backends_that_matter(make_rig: Make) -> None:
+def test_those_who_look_on_are_told_of_the_backends_that_matter(make_rig):
     rig = make_rig(backends=candidates("h1", "h2", "h3"))
     rig.mux.facts.adopt({"m.h2.1": rig.engine.url})
     rig.feed.tell(Event(0.0, "ready", "m", "m.h2.1"))
@@ -68,14 +63,14 @@ def test_those_who_look_on_are_told_of_the_backends_that_matter(make_rig: Make) 
     assert len(rig.json(b"/healthz")["models"]["m"]["backends"]) == 6
 
 
-def test_of_a_few_backends_on_one_host_all_are_told(make_rig: Make) -> None:
+def test_of_a_few_backends_on_one_host_all_are_told(make_rig):
     rig = make_rig(backends=[Backend(f"m.{gpu}", "m", (gpu,)) for gpu in "01234567"])
     _, told = Watcher(rig.client()).next()
     assert "candidates" not in told["models"]["m"]
     assert len(told["models"]["m"]["backends"]) == 8
 
 
-def test_why_names_the_hosts_and_says_which_are_left_out(make_rig: Make) -> None:
+def test_why_names_the_hosts_and_says_which_are_left_out(make_rig):
     rig = make_rig(backends=candidates("", "h1", "h2", "h3"))
     rig.mux.facts.adopt({"m.h1.0": rig.engine.url})
     rig.mux.facts.host_lost("h1")
@@ -92,14 +87,14 @@ def test_why_names_the_hosts_and_says_which_are_left_out(make_rig: Make) -> None
     assert (removed["m.h1.0"], removed["m.h2.0"]) == ("host_lost", "stopped")
 
 
-def test_why_names_no_host_where_there_is_one(rig: Rig) -> None:
+def test_why_names_no_host_where_there_is_one(rig):
     assert "hosts" not in rig.json(b"/why?model=a")
 
 
 # Requests that a lost host had
 
 
-def test_one_whose_client_has_seen_nothing_is_answered_by_another_host(make_rig: Make) -> None:
+def test_one_whose_client_has_seen_nothing_is_answered_by_another_host(make_rig):
     rig = make_rig(backends=(THERE, HERE))
     resident(rig, "a")
     client, _ = rig.asked(ASK)
@@ -108,11 +103,11 @@ def test_one_whose_client_has_seen_nothing_is_answered_by_another_host(make_rig:
     rig.mux.facts.host_lost("h1")
     assert client.read().status == 200
     assert (rig.events.record().backend, rig.events.record().code) == ("b", "")
-    assert [event.cause.host for event in rig.events.of("severed")] == ["h1"]  # type: ignore[union-attr]
+    assert [event.cause.host for event in rig.events.of("severed")] == ["h1"]
 
 
 @pytest.mark.parametrize("body", [ASK, STREAM])
-def test_it_waits_for_a_load_where_no_other_is_resident(make_rig: Make, body: bytes) -> None:
+def test_it_waits_for_a_load_where_no_other_is_resident(make_rig, body):
     rig = make_rig(backends=(THERE, HERE))
     resident(rig, "a")
     rig.other.answer = lambda _: JSON_OK
@@ -123,7 +118,7 @@ def test_it_waits_for_a_load_where_no_other_is_resident(make_rig: Make, body: by
     assert [event.backend for event in rig.events.of("loading")] == ["b"]
 
 
-def test_it_is_told_that_its_host_is_lost_where_there_is_no_other(make_rig: Make) -> None:
+def test_it_is_told_that_its_host_is_lost_where_there_is_no_other(make_rig):
     rig = make_rig(backends=(ALONE,))
     resident(rig, "a")
     client, _ = rig.asked(ASK)
@@ -134,7 +129,7 @@ def test_it_is_told_that_its_host_is_lost_where_there_is_no_other(make_rig: Make
     assert "h1 has been lost for" in error["message"]
 
 
-def test_an_answer_that_has_begun_ends_with_an_error_that_names_the_host(make_rig: Make) -> None:
+def test_an_answer_that_has_begun_ends_with_an_error_that_names_the_host(make_rig):
     rig = make_rig(backends=(THERE, HERE))
     resident(rig, "a")
     client, asked = rig.asked(STREAM)
@@ -148,7 +143,7 @@ def test_an_answer_that_has_begun_ends_with_an_error_that_names_the_host(make_ri
     assert rig.events.of("loading") == []
 
 
-def test_a_stream_that_we_began_while_its_model_was_loading_goes_on_elsewhere(make_rig: Make) -> None:
+def test_a_stream_that_we_began_while_its_model_was_loading_goes_on_elsewhere(make_rig):
     """It was sent comment lines of ours, and nothing of an engine."""
     rig = make_rig(backends=(THERE, HERE), patience=Patience(grace=0.0, comment_every=0.0))
     rig.mechanism.gate.clear()
@@ -164,9 +159,7 @@ def test_a_stream_that_we_began_while_its_model_was_loading_goes_on_elsewhere(ma
     assert (rig.events.record().backend, rig.events.record().code) == ("b", "")
 
 
-def test_of_one_that_failed_while_its_host_was_not_lost_yet_nothing_more_is_waited_for(
-    make_rig: Make,
-) -> None:
+def test_of_one_that_failed_while_its_host_was_not_lost_yet_nothing_more_is_waited_for(make_rig):
     """Its engine's connection ends, and nobody knows why; then its host is lost."""
     rig = make_rig(backends=(THERE, HERE))
     rig.mechanism.well = None

@@ -1,10 +1,6 @@
 """The routes that are answered here: the right that each needs, and the methods that it takes."""
 
-from __future__ import annotations
-
 import pytest
-
-from tests.fake_engine import Rig
 
 RIGHTS = {
     "none": "/api/hello /health /livez /readyz /ui /ui/",
@@ -20,7 +16,7 @@ RIGHTS = {
 }
 
 
-def test_each_route_needs_the_right_that_is_written_here(rig: Rig) -> None:
+def test_each_route_needs_the_right_that_is_written_here(rig):
     rows = sorted(rig.handler.local.routes.items())
     assert {right: " ".join(path for path, row in rows if row.right == right) for right in RIGHTS} == RIGHTS
     assert {row.right for _, row in rows} == RIGHTS.keys()
@@ -36,7 +32,7 @@ def test_each_route_needs_the_right_that_is_written_here(rig: Rig) -> None:
         ("/nowhere", "admin"),
     ],
 )
-def test_a_path_that_is_no_row_needs_a_right_too(rig: Rig, path: str, right: str) -> None:
+def test_a_path_that_is_no_row_needs_a_right_too(rig, path, right):
     assert rig.handler.local.find("GET", path).right == right
 
 
@@ -52,7 +48,7 @@ def test_a_path_that_is_no_row_needs_a_right_too(rig: Rig, path: str, right: str
         (b"/v1/chat/completions", b"POST, OPTIONS"),
     ],
 )
-def test_what_a_path_takes_is_told_to_who_asks_and_to_who_errs(rig: Rig, path: bytes, allowed: bytes) -> None:
+def test_what_a_path_takes_is_told_to_who_asks_and_to_who_errs(rig, path, allowed):
     answer = rig.get(path, b"OPTIONS")
     assert (answer.status, answer.header(b"allow")) == (204, allowed)
     answer = rig.get(path, b"PUT")
@@ -60,7 +56,7 @@ def test_what_a_path_takes_is_told_to_who_asks_and_to_who_errs(rig: Rig, path: b
     assert answer.header(b"allow") in (allowed, allowed.removesuffix(b", OPTIONS"))
 
 
-def test_what_programs_ask_again_and_again_is_quiet(rig: Rig) -> None:
+def test_what_programs_ask_again_and_again_is_quiet(rig):
     quiet = {path for path, row in rig.handler.local.routes.items() if row.is_quiet}
     assert quiet == {"/health", "/healthz", "/livez", "/logs", "/metrics", "/readyz", "/why"}
     client = rig.client()

@@ -1,7 +1,5 @@
 """Behind a real nginx: what it takes for one request is one request here."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import subprocess
@@ -64,7 +62,7 @@ def through_nginx(rig: Rig, tmp_path: Path) -> Iterator[Callable[[], RawClient]]
     process.wait(GUARD)
 
 
-def test_requests_pass(rig: Rig, through_nginx: Callable[[], RawClient]) -> None:
+def test_requests_pass(rig, through_nginx):
     rig.engine.answer = lambda _: JSON_OK
     client = through_nginx()
     for _ in range(3):
@@ -89,9 +87,7 @@ def test_requests_pass(rig: Rig, through_nginx: Callable[[], RawClient]) -> None
         b"Content-Length: %d\r\n\r\n",
     ],
 )
-def test_no_request_is_hidden_in_anothers_body(
-    rig: Rig, through_nginx: Callable[[], RawClient], framing: bytes
-) -> None:
+def test_no_request_is_hidden_in_anothers_body(rig, through_nginx, framing):
     rig.engine.answer = lambda _: JSON_OK
     client = through_nginx()
     # Whoever believes the length sees one body that is no JSON; whoever does not sees a request behind it.
@@ -114,9 +110,7 @@ def test_no_request_is_hidden_in_anothers_body(
         b"ffffffffffffffff%x\r\n{}\r\n0\r\n\r\n",
     ],
 )
-def test_no_request_is_hidden_in_chunks(
-    rig: Rig, through_nginx: Callable[[], RawClient], chunks: bytes
-) -> None:
+def test_no_request_is_hidden_in_chunks(rig, through_nginx, chunks):
     body = chunks.replace(b"{}", HIDDEN) % len(HIDDEN)
     client = through_nginx()
     client.send(ASK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + body)

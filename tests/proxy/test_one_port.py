@@ -1,8 +1,6 @@
 """Engines that follow each other at one address: nothing that was kept for one of them reaches the next."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +11,14 @@ from anvil_mux.config.keys import Keyring
 from anvil_mux.config.service import Service
 from anvil_mux.protocol import http1
 from anvil_mux.proxy.connections import Pool
-from tests.fake_engine import Asked, OnePort, RawClient, Rig, answer_of, keyring, shows
+from tests.fake_engine import Asked, OnePort, RawClient, answer_of, keyring, shows
 
 OURS = "k-of-clients"
 
 
 def backend(name: str, *command: str, **settings: object) -> Backend:
     made = Backend(name, name, gpus=("0",), service=Service(command=("engine", *command)))
-    return replace(made, **settings)  # type: ignore[arg-type]
+    return replace(made, **settings)
 
 
 BACKENDS = (
@@ -52,16 +50,14 @@ def ask(client: RawClient, model: str) -> bytes:
     return answer.body
 
 
-def test_an_engine_is_shown_its_own_key_and_no_other(make_rig: Callable[..., Rig], one_port: OnePort) -> None:
+def test_an_engine_is_shown_its_own_key_and_no_other(make_rig, one_port):
     client = make_rig(backends=BACKENDS, mechanism=one_port, keys=keyring(OURS)).client()
     expected = {"one": b"authorization: Bearer KEY-ONE", "two": b"authorization: Bearer KEY-TWO", "open": b""}
     models = ["one", "two", "one", "two", "open", "two", "open"]
     assert [ask(client, model) for model in models] == [expected[model] for model in models]
 
 
-def test_a_connection_to_an_engine_that_was_replaced_serves_no_other(
-    make_rig: Callable[..., Rig], one_port: OnePort, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_to_an_engine_that_was_replaced_serves_no_other(make_rig, one_port, monkeypatch):
     monkeypatch.setattr(Pool, "end", lambda *_: None)
     client = make_rig(backends=BACKENDS, mechanism=one_port, keys=keyring(OURS)).client()
     assert ask(client, "one")
@@ -71,9 +67,7 @@ def test_a_connection_to_an_engine_that_was_replaced_serves_no_other(
     assert [len(engine.connections) for engine in (gone, one_port.engines["two"])] == [1, 1]
 
 
-def test_engines_get_other_keys_once_clients_keys_are_ours(
-    make_rig: Callable[..., Rig], one_port: OnePort
-) -> None:
+def test_engines_get_other_keys_once_clients_keys_are_ours(make_rig, one_port):
     rig = make_rig(backends=BACKENDS, mechanism=one_port)
     client = rig.client()
     assert ask(client, "one") == b"Authorization: Bearer %b" % OURS.encode()
@@ -84,8 +78,8 @@ def test_engines_get_other_keys_once_clients_keys_are_ours(
 
 
 def test_a_head_of_an_earlier_configuration_that_comes_late_is_used_by_nobody(
-    make_rig: Callable[..., Rig], one_port: OnePort, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    make_rig, one_port, monkeypatch
+):
     rig = make_rig(backends=BACKENDS, mechanism=one_port)
     late, client = rig.client(), rig.client()
     write, calls = http1.forward_request_head, []

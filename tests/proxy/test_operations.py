@@ -1,7 +1,5 @@
 """llama.cpp's router API: what Open WebUI's badges, Load and Eject ask for."""
 
-from __future__ import annotations
-
 import json
 import threading
 
@@ -18,7 +16,7 @@ from tests.running import seen
 def followed(connection: RawClient) -> dict[str, object]:
     """The next event of a client that follows."""
     event = connection.read_until(b"\n\n\r\n")
-    return json.loads(event[event.index(b"{") :])  # type: ignore[no-any-return]
+    return json.loads(event[event.index(b"{") :])
 
 
 def follow(rig: Rig) -> tuple[RawClient, list[dict[str, object]]]:
@@ -36,12 +34,10 @@ def status(model: str, value: str, **more: object) -> dict[str, object]:
 
 def badge(rig: Rig, model: str) -> dict[str, object]:
     listed = rig.json(b"/models")["data"]
-    return next(each["status"] for each in listed if each["id"] == model)  # type: ignore[no-any-return]
+    return next(each["status"] for each in listed if each["id"] == model)
 
 
-def test_load_answers_while_the_model_loads_and_goes_on_without_its_client(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_answers_while_the_model_loads_and_goes_on_without_its_client(rig, monkeypatch):
     monkeypatch.setattr(operations, "MOMENT_SECONDS", 0.0)
     rig.mechanism.gate.clear()
     connection = rig.client()
@@ -54,7 +50,7 @@ def test_load_answers_while_the_model_loads_and_goes_on_without_its_client(
     assert badge(rig, "a") == {"value": "loaded"}
 
 
-def test_loads_of_a_model_by_clients_that_left_wait_as_one(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_of_a_model_by_clients_that_left_wait_as_one(rig, monkeypatch):
     monkeypatch.setattr(operations, "MOMENT_SECONDS", 0.0)
     rig.mechanism.gate.clear()
     for _ in range(20):
@@ -69,13 +65,13 @@ def test_loads_of_a_model_by_clients_that_left_wait_as_one(rig: Rig, monkeypatch
     assert connection.ask(ASK_A, path=b"/models/load?wait=true").body == b'{"success":true}'
 
 
-def test_load_may_be_waited_for(rig: Rig) -> None:
+def test_load_may_be_waited_for(rig):
     assert rig.ask(ASK_A, path=b"/models/load?wait=true").body == b'{"success":true}'
     assert rig.events.of("ready")
 
 
 @pytest.mark.parametrize("path", [b"/models/load", b"/models/load?wait=true"])
-def test_a_load_that_fails_at_once_says_why(rig: Rig, monkeypatch: pytest.MonkeyPatch, path: bytes) -> None:
+def test_a_load_that_fails_at_once_says_why(rig, monkeypatch, path):
     monkeypatch.setattr(operations, "MOMENT_SECONDS", GUARD)
     rig.mechanism.failure = LoadError("no such file")
     answer = rig.ask(ASK_A, path=path)
@@ -84,7 +80,7 @@ def test_a_load_that_fails_at_once_says_why(rig: Rig, monkeypatch: pytest.Monkey
     assert badge(rig, "a") == {"value": "unloaded", "failed": True}
 
 
-def test_ejecting_puts_the_model_out(rig: Rig) -> None:
+def test_ejecting_puts_the_model_out(rig):
     connection = rig.client()
     connection.ask(ASK_A, path=b"/models/load?wait=true")
     assert connection.ask(ASK_A, path=b"/models/unload").body == b'{"success":true}'
@@ -93,7 +89,7 @@ def test_ejecting_puts_the_model_out(rig: Rig) -> None:
     assert connection.ask(ASK_A, path=b"/models/unload").json == {"success": True, "resident": False}
 
 
-def test_ejecting_what_is_being_loaded_cancels_that_and_tells_who_waits(rig: Rig) -> None:
+def test_ejecting_what_is_being_loaded_cancels_that_and_tells_who_waits(rig):
     rig.mechanism.gate.clear()
     waiting, connection = rig.client(), rig.client()
     waiting.post(ASK_A)
@@ -107,7 +103,7 @@ def test_ejecting_what_is_being_loaded_cancels_that_and_tells_who_waits(rig: Rig
     assert badge(rig, "a") == {"value": "unloaded"}
 
 
-def test_nothing_kept_alive_ends_a_load_that_nobody_waits_for(rig: Rig) -> None:
+def test_nothing_kept_alive_ends_a_load_that_nobody_waits_for(rig):
     rig.mechanism.gate.clear()
     waiting, connection = rig.client(), rig.client()
     waiting.post(ASK_A)
@@ -125,7 +121,7 @@ def test_nothing_kept_alive_ends_a_load_that_nobody_waits_for(rig: Rig) -> None:
     rig.events.wait("stopped")
 
 
-def test_who_only_looks_loads_nothing(rig: Rig) -> None:
+def test_who_only_looks_loads_nothing(rig):
     """Clients ask so for what they show of each model in the list."""
     rig.engine.answer = lambda _: JSON_OK
     connection = rig.client()
@@ -146,11 +142,11 @@ def test_who_only_looks_loads_nothing(rig: Rig) -> None:
         *(("autoload=false&model=a", False), ("autoload=0", False), ("autoload=no", False)),
     ],
 )
-def test_a_request_loads_its_model_unless_it_says_otherwise(query: str, loads: bool) -> None:
+def test_a_request_loads_its_model_unless_it_says_otherwise(query, loads):
     assert naming.may_load(query) == loads
 
 
-def test_a_model_is_pinned_and_unpinned(rig: Rig) -> None:
+def test_a_model_is_pinned_and_unpinned(rig):
     connection = rig.client()
     for what, pinned in ((b"pin", True), (b"unpin", False)):
         assert connection.ask(ASK_A, path=b"/models/" + what).body == b'{"success":true}'
@@ -158,9 +154,7 @@ def test_a_model_is_pinned_and_unpinned(rig: Rig) -> None:
         assert {name: model["pinned"] for name, model in models.items()} == {"a": pinned, "org/b": False}
 
 
-def test_who_follows_is_told_every_status_and_then_each_change(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_follows_is_told_every_status_and_then_each_change(rig, monkeypatch):
     monkeypatch.setattr(operations, "LOOK_SECONDS", 0.01)
     rig.engine.answer = lambda _: JSON_OK
     rig.mechanism.gate.clear()
@@ -174,7 +168,7 @@ def test_who_follows_is_told_every_status_and_then_each_change(
     assert asking.read().status == 200
 
 
-def test_the_models_are_looked_at_once_for_all_who_follow(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_models_are_looked_at_once_for_all_who_follow(rig, monkeypatch):
     looks, status_now = [], rig.mux.overview.status
 
     def counted() -> object:
@@ -188,7 +182,7 @@ def test_the_models_are_looked_at_once_for_all_who_follow(rig: Rig, monkeypatch:
     assert len(looks) == 1
 
 
-def test_no_more_follow_than_there_may_be_viewers(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_follow_than_there_may_be_viewers(rig, monkeypatch):
     monkeypatch.setattr(journal, "WATCHERS", 2)
     following = [follow(rig) for _ in range(2)]
     answer = rig.get(b"/models/sse")
@@ -204,14 +198,14 @@ def test_no_more_follow_than_there_may_be_viewers(rig: Rig, monkeypatch: pytest.
     assert b" 200 OK" in seen(head, lambda head: b" 200 OK" in head)
 
 
-def test_who_follows_hears_something_now_and_then(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_follows_hears_something_now_and_then(rig, monkeypatch):
     monkeypatch.setattr(operations, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(operations, "COMMENT_SECONDS", 0.0)
     connection, _ = follow(rig)
     assert connection.read_until(b"\n\r\n").endswith(b": nothing has changed\n\r\n")
 
 
-def test_shutting_down_ends_the_following_as_it_should_end(rig: Rig) -> None:
+def test_shutting_down_ends_the_following_as_it_should_end(rig):
     connection, _ = follow(rig)
     ended: list[bool] = []
     drain = threading.Thread(target=lambda: ended.append(rig.server.drain(GUARD)))
@@ -222,7 +216,7 @@ def test_shutting_down_ends_the_following_as_it_should_end(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("body", [b"model=a", b"x=1&model=%61", ASK_A])
-def test_a_model_may_be_named_in_a_plain_form(rig: Rig, body: bytes) -> None:
+def test_a_model_may_be_named_in_a_plain_form(rig, body):
     kind = b"application/x-www-form-urlencoded"
     assert rig.ask(body, b"/models/load?wait=true", type=kind).body == b'{"success":true}'
     assert rig.events.of("ready")

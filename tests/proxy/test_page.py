@@ -1,13 +1,10 @@
 """The status page in a real Chromium, before a real anvil-mux: ``bin/test page``."""
 
-from __future__ import annotations
-
 import json
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +14,6 @@ from anvil_mux.config.config import Backend
 from anvil_mux.telemetry.accesslog import Served
 from tests.chromium import IN_CHROMIUM, Chromium
 from tests.cli.demo import compose
-from tests.proxy.conftest import Opened
 from tests.running import Running, serving
 
 pytestmark = IN_CHROMIUM
@@ -91,13 +87,13 @@ def state_of(model: str) -> str:
     return f"{row(model)}.querySelector('.chip').textContent"
 
 
-def test_a_program_still_gets_text(mux: Running) -> None:
+def test_a_program_still_gets_text(mux):
     _, headers, text = mux.request("GET", "/", headers={"Accept": "*/*"})
     assert headers["content-type"].startswith("text/plain")
     assert text.startswith("anvil-mux ")
 
 
-def test_it_shows_every_model_and_gpu_and_asks_nobody_else(mux: Running, page: Chromium) -> None:
+def test_it_shows_every_model_and_gpu_and_asks_nobody_else(mux, page):
     assert page.ask("[...document.querySelectorAll('#models tr')].map(row => row.dataset.key)") == [
         "a",
         ODD,
@@ -114,7 +110,7 @@ def test_it_shows_every_model_and_gpu_and_asks_nobody_else(mux: Running, page: C
 # Several hosts
 
 
-def test_servers_elsewhere_and_fallbacks(opened: Opened) -> None:
+def test_servers_elsewhere_and_fallbacks(opened):
     near = Backend("a", "a", gpus=("0",), fallback=("gpt",), fallback_after=20.0)
     rig, page = opened(backends=(near, Backend("gpt", "gpt", url="https://cloud.example/v1")))
     rig.mux.facts.adopt({"gpt": "https://cloud.example/v1"})
@@ -150,7 +146,7 @@ def press_of(page: Chromium, name: str, label: str) -> None:
     page.ask(f"{host(name)}.querySelector({json.dumps(f'button[aria-label={json.dumps(label)}]')}).click()")
 
 
-def test_gpus_stand_under_their_host_with_its_state(opened: Opened) -> None:
+def test_gpus_stand_under_their_host_with_its_state(opened):
     there, replica = Backend("a", "a", ("0",), host="h1"), Backend("m1", "m", ("1",), host="h1")
     rig, page = opened(
         "a", backends=(there, replica, Backend("m0", "m", ("0",)), Backend("c", "c", host="h2"))
@@ -183,7 +179,7 @@ def test_gpus_stand_under_their_host_with_its_state(opened: Opened) -> None:
     page.wait(f"{host('h1')}.querySelector('.chip').textContent === 'here'")
 
 
-def test_a_host_is_drained_and_declared_gone_by_its_buttons(opened: Opened) -> None:
+def test_a_host_is_drained_and_declared_gone_by_its_buttons(opened):
     rig, page = opened("a", backends=(Backend("a", "a", ("0",), host="h1"), Backend("b", "b", ("0",))))
     page.wait(f"{state_of('a')} === 'ready'")
     labels = f"[...{host('h1')}.querySelectorAll('button:not([hidden])')].map(each => each.ariaLabel)"
@@ -206,7 +202,7 @@ def test_a_host_is_drained_and_declared_gone_by_its_buttons(opened: Opened) -> N
     assert page.ask(f"{host('local')}.querySelectorAll('button:not([hidden])').length") == 0
 
 
-def test_before_a_host_is_drained_on_which_requests_run_it_is_asked(opened: Opened) -> None:
+def test_before_a_host_is_drained_on_which_requests_run_it_is_asked(opened):
     rig, page = opened("a", backends=(Backend("a", "a", ("0",), host="h1"),))
     page.wait(f"{state_of('a')} === 'ready'")
     with rig.mux.lease("a"):
@@ -216,7 +212,7 @@ def test_before_a_host_is_drained_on_which_requests_run_it_is_asked(opened: Open
         page.wait(f"{host('h1')}.querySelector('.chip').textContent === 'drained'")
 
 
-def test_of_a_model_that_may_run_in_many_places_those_are_shown_where_it_is(opened: Opened) -> None:
+def test_of_a_model_that_may_run_in_many_places_those_are_shown_where_it_is(opened):
     names = [f"h{number:02}" for number in range(50)]
     models = [
         Backend(f"{model}.{name}.{gpu}", model, (gpu,), host=name)
@@ -244,7 +240,7 @@ def test_of_a_model_that_may_run_in_many_places_those_are_shown_where_it_is(open
     page.wait(f"{notes('b')}.includes('Left out: h20 (lost for ')")
 
 
-def test_what_was_loaded_on_a_lost_host_is_not_drawn_as_resident(opened: Opened) -> None:
+def test_what_was_loaded_on_a_lost_host_is_not_drawn_as_resident(opened):
     backends = Backend("a", "a", ("0",), host="h1"), Backend("b", "b", ("0",), host="h2")
     _, page = opened("a", "b", backends=backends)
     drawn = "state && Object.fromEntries(Object.entries(bars(0, 100)).map(([name, {bars}]) => [name, bars]))"
@@ -269,17 +265,17 @@ def test_what_was_loaded_on_a_lost_host_is_not_drawn_as_resident(opened: Opened)
     assert page.ask(drawn)["a"] == []
 
 
-def test_where_there_is_one_host_none_is_shown(page: Chromium) -> None:
+def test_where_there_is_one_host_none_is_shown(page):
     assert page.ask("document.getElementById('hosts').hidden && !document.getElementById('gpus').hidden")
     assert page.ask("document.getElementById('hosts-here').textContent") == ""
 
 
-def test_a_name_is_text_and_nothing_else(page: Chromium) -> None:
+def test_a_name_is_text_and_nothing_else(page):
     assert page.ask(f"{row(ODD)}.querySelector('.name').textContent") == ODD
     assert page.ask("document.querySelectorAll('#models b, #tracks b').length") == 0
 
 
-def test_models_are_loaded_and_put_out_with_the_keyboard(page: Chromium) -> None:
+def test_models_are_loaded_and_put_out_with_the_keyboard(page):
     press(page, "a", "Load")
     page.wait(f"{state_of('a')} === 'ready'")
     page.wait("document.querySelector('#gpus .holds').textContent === 'a'")
@@ -288,7 +284,7 @@ def test_models_are_loaded_and_put_out_with_the_keyboard(page: Chromium) -> None
     page.wait("document.getElementById('swaps').textContent.includes('evicted (unload requested)')")
 
 
-def test_a_swap_is_told_with_its_reason_and_drawn(mux: Running, page: Chromium) -> None:
+def test_a_swap_is_told_with_its_reason_and_drawn(mux, page):
     assert mux.chat("a")[0] == 200
     assert mux.chat(ODD)[0] == 200
     page.wait(f"document.getElementById('swaps').textContent.includes({json.dumps(f'a → {ODD}')})")
@@ -299,7 +295,7 @@ def test_a_swap_is_told_with_its_reason_and_drawn(mux: Running, page: Chromium) 
     page.wait("Number(document.querySelector('#requests tr').children[6].textContent) > 0")
 
 
-def test_a_model_is_pinned_and_unpinned(mux: Running, page: Chromium) -> None:
+def test_a_model_is_pinned_and_unpinned(mux, page):
     assert mux.chat("a")[0] == 200
     press(page, "a", "Pin")
     page.wait(f"{row('a')}.textContent.includes('pinned') && !{row('a')}.querySelector('.tag').hidden")
@@ -310,14 +306,14 @@ def test_a_model_is_pinned_and_unpinned(mux: Running, page: Chromium) -> None:
     assert mux.chat(ODD)[0] == 200
 
 
-def test_why_a_request_would_wait_is_told_when_asked(page: Chromium) -> None:
+def test_why_a_request_would_wait_is_told_when_asked(page):
     press(page, "slow", "Why")
     page.wait(f"{notes('slow')}.includes('A request for slow waits about')")
     press(page, "slow", "Why")
     page.wait(f"{notes('slow')} === ''")
 
 
-def test_a_waiting_request_is_explained_and_can_be_cancelled(mux: Running, page: Chromium) -> None:
+def test_a_waiting_request_is_explained_and_can_be_cancelled(mux, page):
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(mux.chat("slow")))
     thread.start()
@@ -330,14 +326,14 @@ def test_a_waiting_request_is_explained_and_can_be_cancelled(mux: Running, page:
     page.wait("document.getElementById('queued').children.length === 0")
 
 
-def test_a_refusal_is_told(page: Chromium) -> None:
+def test_a_refusal_is_told(page):
     page.ask("post('models/load', {model: 'nope'})")
     page.wait("document.getElementById('notices').textContent.includes('The model `nope` does not exist')")
     page.wait(f"performance.getEntriesByType('resource').length > 0 && {READY}")
     page.problems[:] = [each for each in page.problems if "404" not in each]  # the browser tells it too
 
 
-def test_a_screen_reader_finds_its_way(page: Chromium) -> None:
+def test_a_screen_reader_finds_its_way(page):
     tree = page.tree()
     roles = {role for role, _ in tree}
     assert {"banner", "main", "contentinfo", "status"} <= roles
@@ -349,7 +345,7 @@ def test_a_screen_reader_finds_its_way(page: Chromium) -> None:
     assert page.ask("document.getElementById('said').getAttribute('aria-live')") == "polite"
 
 
-def test_nothing_on_it_changes_while_nothing_happens(page: Chromium) -> None:
+def test_nothing_on_it_changes_while_nothing_happens(page):
     page.ask(
         "window.watcher = new MutationObserver(() => {}), watcher.observe(document.body, "
         "{subtree: true, childList: true, characterData: true, attributes: true}), null"
@@ -361,7 +357,7 @@ def test_nothing_on_it_changes_while_nothing_happens(page: Chromium) -> None:
     assert page.ask("watcher.takeRecords().length") == 0
 
 
-def test_of_replicas_and_of_who_rests_each_state_is_shown(page: Chromium) -> None:
+def test_of_replicas_and_of_who_rests_each_state_is_shown(page):
     page.ask(
         "source.close(), state.models.a.backends.other = {...state.models.a.backends.a, state: 'standby', "
         "standby_level: 'sleep', gpus: ['1']}, state.models.slow.state = 'standby', "
@@ -387,17 +383,13 @@ def test_of_replicas_and_of_who_rests_each_state_is_shown(page: Chromium) -> Non
         ),
     ],
 )
-def test_what_there_is_to_say_of_a_model_stands_below_its_name(
-    page: Chromium, change: str, told: str
-) -> None:
+def test_what_there_is_to_say_of_a_model_stands_below_its_name(page, change, told):
     assert page.ask(notes("a")) == ""
     page.ask(f"source.close(), state.models.a.{change}, show(), null")
     assert page.ask(f"[{notes('a')}, {notes('slow')}]") == [told, ""]
 
 
-def test_memory_that_nobody_reads_is_not_shown_as_free_and_what_a_gpu_measures_is_told(
-    page: Chromium,
-) -> None:
+def test_memory_that_nobody_reads_is_not_shown_as_free_and_what_a_gpu_measures_is_told(page):
     page.ask("source.close(), state.gpus[0].total = 24 * 2 ** 30, show(), null")
     shown = "document.getElementById('gpus').firstChild"
     assert page.ask(f"{shown}.innerText").startswith("GPU 0\n24.0 GiB\n")
@@ -406,15 +398,13 @@ def test_memory_that_nobody_reads_is_not_shown_as_free_and_what_a_gpu_measures_i
     assert page.ask(f"{shown}.innerText").endswith("\n87 % busy, 61 °C")
 
 
-def test_a_queue_with_a_length_of_its_own_is_shown_with_it(page: Chromium) -> None:
+def test_a_queue_with_a_length_of_its_own_is_shown_with_it(page):
     page.ask("source.close(), Object.assign(state.models.a, {waiting: 3, max_queue: 8}), show(), null")
     assert page.ask(f"{row('a')}.innerText.includes('3 of 8')")
     assert not page.ask(f"{row('slow')}.innerText.includes(' of ')")
 
 
-def test_reloads_are_told_and_that_nobody_answers_until_somebody_does(
-    tmp_path: Path, browser: Chromium
-) -> None:
+def test_reloads_are_told_and_that_nobody_answers_until_somebody_does(tmp_path, browser):
     file = compose(tmp_path, "a")
     with serving(file, state=tmp_path) as running:
         browser.open(f"http://127.0.0.1:{running.port}/")
@@ -439,7 +429,7 @@ def test_reloads_are_told_and_that_nobody_answers_until_somebody_does(
 # People
 
 
-def test_a_pause_begins_and_ends_by_its_button(opened: Opened) -> None:
+def test_a_pause_begins_and_ends_by_its_button(opened):
     rig, page = opened("a")
     page.wait(f"{READY} && {state_of('a')} === 'ready'")
     button = "document.getElementById('pause')"
@@ -456,7 +446,7 @@ def test_a_pause_begins_and_ends_by_its_button(opened: Opened) -> None:
     page.wait(f"{READY} && {button}.textContent === 'Pause'")
 
 
-def test_before_a_pause_severs_requests_it_is_asked(opened: Opened) -> None:
+def test_before_a_pause_severs_requests_it_is_asked(opened):
     rig, page = opened("a")
     page.wait(f"{state_of('a')} === 'ready'")
     with rig.mux.lease("a"):
@@ -466,9 +456,7 @@ def test_before_a_pause_severs_requests_it_is_asked(opened: Opened) -> None:
         page.wait(f"{state_of('a')} === 'draining'")
 
 
-def test_usage_and_a_request_with_its_bodies_are_shown(
-    tmp_path_factory: pytest.TempPathFactory, browser: Chromium
-) -> None:
+def test_usage_and_a_request_with_its_bodies_are_shown(tmp_path_factory, browser):
     folder = tmp_path_factory.mktemp("people")
     with serving(compose(folder, "a", capture=5), state=folder) as mux:
         assert mux.chat("a")[0] == 200

@@ -1,9 +1,6 @@
 """The status page where API keys are in force, in a real Chromium: ``bin/test page``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -67,7 +64,7 @@ def enter(page: Chromium, key: str) -> None:
     page.press("Enter", 13)
 
 
-def test_it_asks_for_a_key_and_shows_nothing_before(page: Chromium) -> None:
+def test_it_asks_for_a_key_and_shows_nothing_before(page):
     looks_well_everywhere(page, "locked", "an API key is needed", "Show the page")
     page.size(1280, 900)
     assert page.ask(SHOWN) == ["locked"]
@@ -85,7 +82,7 @@ def test_it_asks_for_a_key_and_shows_nothing_before(page: Chromium) -> None:
         (USES, "this API key may not use /events: that needs a key with `state`"),
     ],
 )
-def test_it_says_what_is_wrong_with_a_key_and_takes_another(page: Chromium, key: str, told: str) -> None:
+def test_it_says_what_is_wrong_with_a_key_and_takes_another(page, key, told):
     enter(page, key)
     page.wait(f"{REFUSED} !== ''")
     assert page.ask(REFUSED).startswith(told)
@@ -97,7 +94,7 @@ def test_it_says_what_is_wrong_with_a_key_and_takes_another(page: Chromium, key:
     assert "locked" not in page.ask(SHOWN)
 
 
-def test_a_key_is_kept_for_its_tab_only(locked: Rig, page: Chromium) -> None:
+def test_a_key_is_kept_for_its_tab_only(locked, page):
     enter(page, ROOT)
     page.wait(READY)
     page.ask("location.reload()")
@@ -110,7 +107,7 @@ def test_a_key_is_kept_for_its_tab_only(locked: Rig, page: Chromium) -> None:
     page.wait(f"document.readyState === 'complete' && {LOCKED}")
 
 
-def test_a_key_is_forgotten_by_a_button(page: Chromium) -> None:
+def test_a_key_is_forgotten_by_a_button(page):
     enter(page, ROOT)
     page.wait(READY)
     page.ask("document.getElementById('forget').focus()")
@@ -120,7 +117,7 @@ def test_a_key_is_forgotten_by_a_button(page: Chromium) -> None:
     assert page.ask("document.querySelectorAll('#models tr').length") == 0
 
 
-def test_a_key_for_everything_acts(locked: Rig, page: Chromium) -> None:
+def test_a_key_for_everything_acts(locked, page):
     enter(page, ROOT)
     page.wait(f"{READY} && {state_of('a')} === 'ready'")
     press(page, "a", "Unload")
@@ -131,7 +128,7 @@ def test_a_key_for_everything_acts(locked: Rig, page: Chromium) -> None:
     page.press("Escape", 27)
 
 
-def test_a_key_that_only_sees_has_no_buttons_that_it_may_not_press(locked: Rig, page: Chromium) -> None:
+def test_a_key_that_only_sees_has_no_buttons_that_it_may_not_press(locked, page):
     enter(page, SEES)
     page.wait(f"{READY} && {state_of('a')} === 'ready'")
     assert page.ask("document.getElementById('rights').innerText").startswith(
@@ -143,7 +140,7 @@ def test_a_key_that_only_sees_has_no_buttons_that_it_may_not_press(locked: Rig, 
     looks_well_everywhere(page, "reads", "API key: wall. It may see this page.", "Forget the key", "Why")
 
 
-def test_it_may_try_the_models_of_the_key_and_is_counted_as_it(locked: Rig, page: Chromium) -> None:
+def test_it_may_try_the_models_of_the_key_and_is_counted_as_it(locked, page):
     locked.engine.answer = lambda _: JSON_OK
     enter(page, SEES)
     page.wait(READY)
@@ -155,7 +152,7 @@ def test_it_may_try_the_models_of_the_key_and_is_counted_as_it(locked: Rig, page
     assert seen(lambda: tried(locked), bool) == ["wall"]
 
 
-def test_a_key_that_is_taken_away_is_asked_for_again_and_nothing_stays(locked: Rig, page: Chromium) -> None:
+def test_a_key_that_is_taken_away_is_asked_for_again_and_nothing_stays(locked, page):
     locked.engine.answer = lambda _: JSON_OK
     enter(page, ROOT)
     page.wait(f"{READY} && {state_of('a')} === 'ready'")
@@ -172,7 +169,7 @@ def test_a_key_that_is_taken_away_is_asked_for_again_and_nothing_stays(locked: R
 
 
 @pytest.mark.parametrize("asks", ["why('a')", "show_usage()"])
-def test_a_key_may_be_taken_away_while_the_page_asks(locked: Rig, page: Chromium, asks: str) -> None:
+def test_a_key_may_be_taken_away_while_the_page_asks(locked, page, asks):
     enter(page, ROOT)
     page.wait(f"{READY} && {state_of('a')} === 'ready'")
     take_key_away(locked)
@@ -182,7 +179,7 @@ def test_a_key_may_be_taken_away_while_the_page_asks(locked: Rig, page: Chromium
     assert page.ask("[Object.keys(whys), document.getElementById('notices').textContent]") == [[], ""]
 
 
-def test_what_the_page_links_to_is_opened_with_its_key(tmp_path: Path, page: Chromium) -> None:
+def test_what_the_page_links_to_is_opened_with_its_key(tmp_path, page):
     enter(page, SEES)
     page.wait(READY)
     page.ask("document.querySelector('footer a').click()")

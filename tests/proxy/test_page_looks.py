@@ -3,8 +3,6 @@
 Nothing is compared pixel by pixel. With ``ANVIL_PAGE_PICTURES=DIR`` a picture of each state is left in DIR.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -22,7 +20,6 @@ from anvil_mux.host.seam import GpuUse, OtherProcess, Sensors
 from anvil_mux.telemetry.accesslog import Served
 from tests.chromium import IN_CHROMIUM, Chromium
 from tests.cli.demo import compose
-from tests.fake_engine import Rig
 from tests.proxy.test_page import more, notes, row, state_of
 from tests.running import Running, serving
 from tests.sleepy_engine import GIB
@@ -172,7 +169,7 @@ SECTIONS = """
 """
 
 
-def test_at_first_nothing_that_is_empty_has_a_card(mux: Running, browser: Chromium) -> None:
+def test_at_first_nothing_that_is_empty_has_a_card(mux, browser):
     browser.leave()
     browser.size(1280, 900)
     browser.open(f"http://127.0.0.1:{mux.port}/")
@@ -187,7 +184,7 @@ def test_at_first_nothing_that_is_empty_has_a_card(mux: Running, browser: Chromi
     assert browser.problems == []
 
 
-def test_one_model_is_ready_and_is_talked_with(page: Chromium) -> None:
+def test_one_model_is_ready_and_is_talked_with(page):
     page.ask(f"document.getElementById('try-model').value = {QUICK!r}, null")
     for number in (1, 2):
         page.ask("document.getElementById('try-text').value = 'Say hello.', null")
@@ -200,7 +197,7 @@ def test_one_model_is_ready_and_is_talked_with(page: Chromium) -> None:
     )
 
 
-def test_the_menu_and_the_log_lie_on_the_page(page: Chromium, ask: Begin) -> None:
+def test_the_menu_and_the_log_lie_on_the_page(page, ask):
     ask(QUICK)
     page.wait(f"{state_of(QUICK)} === 'ready'")
     page.ask(f"open_log({QUICK!r}), null")
@@ -210,7 +207,7 @@ def test_the_menu_and_the_log_lie_on_the_page(page: Chromium, ask: Begin) -> Non
     page.ask("close_menu(), close_log(), null")
 
 
-def test_a_model_loads_and_others_wait_for_it(page: Chromium, ask: Begin) -> None:
+def test_a_model_loads_and_others_wait_for_it(page, ask):
     ask(SLOW, SLOW)
     page.wait(f"{state_of(SLOW)} === 'loading' && {row(SLOW)}.querySelector('.bar').checkVisibility()")
     page.wait("document.querySelector('#reasons').textContent !== '' && state.queued.length === 2")
@@ -220,7 +217,7 @@ def test_a_model_loads_and_others_wait_for_it(page: Chromium, ask: Begin) -> Non
     assert ("button", f"Unload {SLOW}") in page.tree()
 
 
-def test_a_model_makes_room_for_another(page: Chromium, ask: Begin) -> None:
+def test_a_model_makes_room_for_another(page, ask):
     """One model answers and makes room for another, for which requests wait."""
     ask(QUICK)
     page.wait(f"{state_of(QUICK)} === 'ready' && {row(QUICK)}.children[3].textContent === '1'")
@@ -240,7 +237,7 @@ def test_a_model_makes_room_for_another(page: Chromium, ask: Begin) -> None:
     )
 
 
-def test_a_load_failed(mux: Running, page: Chromium) -> None:
+def test_a_load_failed(mux, page):
     assert mux.chat(BROKEN)[0] == 503
     page.wait("document.querySelectorAll('#tracks .failed').length > 0")
     page.wait("document.getElementById('requests').textContent.includes('503 load_failed')")
@@ -259,7 +256,7 @@ SPAN = """
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_an_error_spans_the_row_and_begins_with_its_cause(mux: Running, page: Chromium, width: int) -> None:
+def test_an_error_spans_the_row_and_begins_with_its_cause(mux, page, width):
     mux.chat(BROKEN)
     page.size(width, 900, phone=width < 768)
     page.wait(f"{notes(BROKEN)} !== ''")
@@ -337,7 +334,7 @@ FLEET_EVENTS = """
 """
 
 
-def test_several_hosts_with_their_gpus(make_rig: Callable[..., Rig], browser: Chromium) -> None:
+def test_several_hosts_with_their_gpus(make_rig, browser):
     gpus = tuple(Gpu(gpu, 48 * GIB, host=gpu.partition("/")[0]) for gpu in HELD)
     rig = make_rig(backends=FLEET, gpus=gpus, gpu_uses=gpu_uses)
     rig.mux.facts.adopt({f"{model}.{gpu.partition('/')[0]}": rig.engine.url for gpu, model in HELD.items()})
@@ -383,7 +380,7 @@ def test_several_hosts_with_their_gpus(make_rig: Callable[..., Rig], browser: Ch
         ("#models .name { display: block; width: 3rem; }", "broken: "),
     ],
 )
-def test_what_does_not_look_well_is_found(page: Chromium, style: str, told: str) -> None:
+def test_what_does_not_look_well_is_found(page, style, told):
     page.ask(f"{{const made = make('style', '', {json.dumps(style)}); document.head.append(made)}}")
     _, wrong = page.ask(LAYOUT)
     assert [each for each in wrong if each.startswith(told)]

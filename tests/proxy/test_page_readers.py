@@ -4,13 +4,10 @@ Those who see no colours or little contrast, who have no mouse, who read it else
 first time.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -163,7 +160,7 @@ CONTRAST = """
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_everything_has_contrast_by_day_and_by_night(page: Chromium, scheme: str) -> None:
+def test_everything_has_contrast_by_day_and_by_night(page, scheme):
     page.prefer(prefers_color_scheme=scheme)
     page.ask(
         "{const made = document.createElement('div'); made.id = 'probe';"
@@ -186,7 +183,7 @@ def test_everything_has_contrast_by_day_and_by_night(page: Chromium, scheme: str
 
 
 @pytest.mark.parametrize("width", [320, 390, 768, 900, 1000, 1280])
-def test_everything_has_room_on_every_screen(page: Chromium, width: int) -> None:
+def test_everything_has_room_on_every_screen(page, width):
     page.size(width, 844, phone=width < 768)
     if width in (390, 900, 1280):
         picture(page, f"everything-{width}")
@@ -209,7 +206,7 @@ MARKS = """
 """
 
 
-def test_a_state_is_told_by_a_word_and_a_shape_and_not_by_its_colour_alone(page: Chromium) -> None:
+def test_a_state_is_told_by_a_word_and_a_shape_and_not_by_its_colour_alone(page):
     marks = page.ask(MARKS)
     assert {"ready", "stopped", "stuck", "away", "drained", "circuit half-open"} <= {
         text for _, text, _ in marks
@@ -232,7 +229,7 @@ Object.fromEntries([...document.querySelectorAll("#tracks [x], #tracks circle")]
 """
 
 
-def test_what_is_drawn_differs_in_more_than_its_colour(page: Chromium) -> None:
+def test_what_is_drawn_differs_in_more_than_its_colour(page):
     drawn = page.ask(DRAWN)
     assert drawn.pop("evicting") == drawn["draining"]  # on the way out
     assert {*drawn} == {"resident", "loading", "draining", "stuck", "failed", "held"}
@@ -265,7 +262,7 @@ REACHABLE = (
 )
 
 
-def test_all_is_reached_by_tab_with_a_focus_that_is_seen_and_nothing_holds_it(page: Chromium) -> None:
+def test_all_is_reached_by_tab_with_a_focus_that_is_seen_and_nothing_holds_it(page):
     there = page.ask(f"{REACHABLE}.length")
     page.ask("document.body.tabIndex = -1, document.body.focus(), null")
     reached = []
@@ -281,14 +278,14 @@ def test_all_is_reached_by_tab_with_a_focus_that_is_seen_and_nothing_holds_it(pa
     assert [name for name, edge, cut in reached if edge < 2 or cut] == []
 
 
-def test_what_acts_is_a_button(page: Chromium) -> None:
+def test_what_acts_is_a_button(page):
     odd = "[...document.querySelectorAll('*')].filter(each => each.onclick)"
     kinds = page.ask(f"[...new Set({odd}.map(each => each.tagName))].sort()")
     assert kinds == ["A", "BUTTON", "DIALOG"]
     assert page.ask("document.querySelectorAll('[role=button], a:not([href])').length") == 0
 
 
-def test_a_dialog_closes_with_escape_and_gives_the_focus_back(page: Chromium) -> None:
+def test_a_dialog_closes_with_escape_and_gives_the_focus_back(page):
     opens = "What the words under Models mean"
     page.ask(f"document.querySelector('button[aria-label={json.dumps(opens)}]').focus()")
     page.press("Enter", 13)
@@ -315,7 +312,7 @@ OURS = {"?", "⋯", "Hide", "Send", "Stop", "Show the page"}
 """The buttons that say what they do."""
 
 
-def test_each_word_that_has_a_meaning_here_has_an_explanation_from_the_glossary(page: Chromium) -> None:
+def test_each_word_that_has_a_meaning_here_has_an_explanation_from_the_glossary(page):
     told = {f"{term}: {meaning}" for term, meaning in terms().items()}
     found = page.ask(TITLES)
     assert len(found) > 60
@@ -332,7 +329,7 @@ def test_each_word_that_has_a_meaning_here_has_an_explanation_from_the_glossary(
 
 
 @pytest.mark.parametrize("phone", [False, True])
-def test_who_has_no_mouse_reads_them_behind_a_button_of_each_part(page: Chromium, phone: bool) -> None:
+def test_who_has_no_mouse_reads_them_behind_a_button_of_each_part(page, phone):
     if phone:
         page.size(390, 844, phone=True)
     parts = page.ask(
@@ -360,7 +357,7 @@ def test_who_has_no_mouse_reads_them_behind_a_button_of_each_part(page: Chromium
 
 
 @pytest.mark.parametrize("zone", ["Asia/Kolkata", "America/New_York"])
-def test_times_are_those_of_the_reader(make_rig: Callable[..., Rig], tmp_path: Path, zone: str) -> None:
+def test_times_are_those_of_the_reader(make_rig, tmp_path, zone):
     rig = make_rig()
     at = time.time()
     before = at - 3 * 86400

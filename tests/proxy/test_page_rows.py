@@ -1,24 +1,19 @@
 """The rows and cards of the status page: buttons, menus, the focus, and memory; in a real Chromium."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from anvil_mux.config.config import Backend
 from anvil_mux.host.seam import GpuUse, OtherProcess
 from tests.chromium import IN_CHROMIUM, Chromium
-from tests.fake_engine import Rig, answer_of, keyring
+from tests.fake_engine import answer_of, keyring
 from tests.proxy.conftest import Opened
 from tests.proxy.test_page import button, more, row, state_of
 from tests.sleepy_engine import GIB
 
 pytestmark = IN_CHROMIUM
 MENU = "document.getElementById('menu')"
-ITEMS = f"[...{MENU}.children].map(each => each.textContent)"
 FOCUSED = "document.activeElement.ariaLabel"
 HTML = answer_of(b"a page", b"Content-Type: text/html")
 ROOT, ALICE, BOB = "key-of-the-admin", "key-of-alice", "key-of-bob"
@@ -48,9 +43,7 @@ def page(opened: Opened) -> Chromium:
         ({"elsewhere": {"server": "x", "circuit": "closed"}}, "Why", []),
     ],
 )
-def test_a_row_has_the_likeliest_action_as_its_button_and_the_others_in_its_menu(
-    page: Chromium, about: dict[str, Any], first: str, others: list[str]
-) -> None:
+def test_a_row_has_the_likeliest_action_as_its_button_and_the_others_in_its_menu(page, about, first, others):
     page.ask(f"source.close(), Object.assign(state.models.a, {json.dumps(about)}), show(), null")
     assert page.ask(f"{button('a')}.textContent") == first
     assert page.ask(f"[{button('a')}.ariaLabel, {more('a')}.ariaLabel]") == [f"{first} a", "More for a"]
@@ -58,7 +51,7 @@ def test_a_row_has_the_likeliest_action_as_its_button_and_the_others_in_its_menu
     assert page.ask(f"{more('a')}.actions.map(each => each.text)") == others
 
 
-def test_the_menu_is_used_by_the_keyboard(page: Chromium) -> None:
+def test_the_menu_is_used_by_the_keyboard(page):
     page.ask(f"{more('a')}.focus()")
     page.press("Enter", 13)
     assert page.ask(f"{MENU}.checkVisibility() && {more('a')}.ariaExpanded") == "true"
@@ -78,7 +71,7 @@ def test_the_menu_is_used_by_the_keyboard(page: Chromium) -> None:
     assert page.ask(f"[{MENU}.hidden, {FOCUSED}]") == [True, "Load org/b"]
 
 
-def test_the_menu_closes_by_its_button_and_when_another_opens_and_after_its_action(page: Chromium) -> None:
+def test_the_menu_closes_by_its_button_and_when_another_opens_and_after_its_action(page):
     page.ask(f"{more('a')}.click()")
     page.ask(f"{more('a')}.click()")
     assert page.ask(f"{MENU}.hidden")
@@ -92,7 +85,7 @@ def test_the_menu_closes_by_its_button_and_when_another_opens_and_after_its_acti
     assert page.ask(f"{MENU}.hidden")
 
 
-def test_a_second_quick_click_does_not_undo_the_first(page: Chromium) -> None:
+def test_a_second_quick_click_does_not_undo_the_first(page):
     page.ask(
         "source.close(), window.acted = [], load = name => acted.push('load'), "
         "unload = name => acted.push('unload'), show(), null"
@@ -111,7 +104,7 @@ def open_menu(page: Chromium, model: str) -> None:
     page.ask(f"close_menu(), {more(model)}.click()")
 
 
-def test_the_menu_has_a_link_to_the_page_of_an_engine_that_has_one(opened: Opened) -> None:
+def test_the_menu_has_a_link_to_the_page_of_an_engine_that_has_one(opened):
     talks = Backend("a", "org/a b", ("0",), engine="llamacpp")
     elsewhere = Backend("c", "c", url="https://cloud.example/v1", engine="llamacpp")
     rig, page = opened("a", backends=(talks, Backend("b", "b", ("0",), engine="vllm"), elsewhere))
@@ -131,8 +124,8 @@ def test_the_menu_has_a_link_to_the_page_of_an_engine_that_has_one(opened: Opene
 @pytest.mark.parametrize(("key", "shown"), [(ROOT, True), (ALICE, True), (BOB, False)])
 @pytest.mark.parametrize("has_pages", [True, False])
 def test_where_there_are_keys_it_needs_a_port_and_a_key_for_the_model(
-    make_rig: Callable[..., Rig], browser: Chromium, key: str, shown: bool, has_pages: bool
-) -> None:
+    make_rig, browser, key, shown, has_pages
+):
     talks = Backend("a", "a", ("0",), engine="llamacpp")
     rig = make_rig(backends=(talks,), keys=keyring(LINES), has_pages=has_pages)
     browser.leave()
@@ -150,7 +143,7 @@ def test_where_there_are_keys_it_needs_a_port_and_a_key_for_the_model(
 # The focus
 
 
-def test_the_focus_stays_where_it_is_when_rows_come_and_go(page: Chromium) -> None:
+def test_the_focus_stays_where_it_is_when_rows_come_and_go(page):
     page.ask(f"source.close(), {more('org/b')}.focus(), window.kept = state.models.a")
     for change in ("state.models = {'org/b': state.models['org/b']}", "state.models.a = kept"):
         page.ask(f"{change}, show(), null")
@@ -159,7 +152,7 @@ def test_the_focus_stays_where_it_is_when_rows_come_and_go(page: Chromium) -> No
     assert page.ask(f"document.activeElement === {more('org/b')}")
 
 
-def test_the_focus_goes_to_the_next_row_if_its_own_is_gone(page: Chromium) -> None:
+def test_the_focus_goes_to_the_next_row_if_its_own_is_gone(page):
     waiting = [{"ticket": ticket, "model": "a", "since": 0} for ticket in (1, 2)]
     page.ask(f"source.close(), state.queued = {json.dumps(waiting)}, show(), null")
     page.ask("document.querySelector('#queued button').focus()")
@@ -186,9 +179,7 @@ WIDTHS = f"[...{CARD}.querySelectorAll('.memory i')].map(each => each.style.widt
         ({}, 0, ["16.0 GiB others", "8.0 GiB free"], ["0%", "67%"]),
     ],
 )
-def test_the_memory_of_a_gpu_is_told_as_ours_others_and_free(
-    opened: Opened, users: dict[str, int | None], others: int, figures: list[str], widths: list[str]
-) -> None:
+def test_the_memory_of_a_gpu_is_told_as_ours_others_and_free(opened, users, others, figures, widths):
     there = (OtherProcess("0", 4711, others * GIB, "blender"),) if others else ()
     seen = GpuUse(16 * GIB, 24 * GIB, users, there)
     _, page = opened("a", gpu_uses=lambda: {"0": seen})
@@ -201,7 +192,7 @@ def test_the_memory_of_a_gpu_is_told_as_ours_others_and_free(
     assert held.split() == (["a", f"{users['a'] // GIB}.0", "GiB"] if users.get("a") else ["a"])
 
 
-def test_gpus_are_called_the_same_in_cards_and_rows(make_rig: Callable[..., Rig], opened: Opened) -> None:
+def test_gpus_are_called_the_same_in_cards_and_rows(make_rig, opened):
     near = Backend("a", "a", ("0", "1")), Backend("b", "b", ("1",), host="h1")
     _, page = opened(backends=near)
     names = "[...document.querySelectorAll('.top strong')].map(each => each.textContent)"

@@ -1,7 +1,5 @@
 """The status page's playground, and the log of an engine below it, in a real Chromium: ``bin/test page``."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
@@ -12,7 +10,6 @@ from anvil_mux.errors import LoadError
 from anvil_mux.telemetry.accesslog import Served
 from tests.chromium import IN_CHROMIUM, Chromium
 from tests.fake_engine import SSE_HEAD, Asked, Rig, answer_of, chunk
-from tests.proxy.conftest import Opened
 from tests.proxy.test_page import HEALTH, READY, more, press, state_of
 from tests.running import seen
 
@@ -68,7 +65,7 @@ def is_over(page: Chromium, count: int) -> None:
     page.wait(f"speaking === null && talk.length === {count}")
 
 
-def test_a_conversation_is_kept_and_each_answer_has_its_figures(opened: Opened) -> None:
+def test_a_conversation_is_kept_and_each_answer_has_its_figures(opened):
     rig, page = opened("a")
     say(page, "Hello")
     asked = rig.engine.next()
@@ -95,7 +92,7 @@ def test_a_conversation_is_kept_and_each_answer_has_its_figures(opened: Opened) 
     is_over(page, 1)
 
 
-def test_while_an_answer_waits_and_afterwards_it_is_told_for_what(opened: Opened) -> None:
+def test_while_an_answer_waits_and_afterwards_it_is_told_for_what(opened):
     rig, page = opened("a")
     rig.mechanism.gate.clear()
     say(page, "Hello", "org/b")
@@ -115,7 +112,7 @@ def test_while_an_answer_waits_and_afterwards_it_is_told_for_what(opened: Opened
     page.wait(f"/waited .+ for a → org.b .swapped in 2.0 s .1.0 s of it loading../.test({NOTE})")
 
 
-def test_what_it_waited_for_is_told_also_if_that_is_known_before_its_end(opened: Opened) -> None:
+def test_what_it_waited_for_is_told_also_if_that_is_known_before_its_end(opened):
     rig, page = opened("a")
     say(page, "Hello")
     asked = rig.engine.next()
@@ -130,7 +127,7 @@ def test_what_it_waited_for_is_told_also_if_that_is_known_before_its_end(opened:
     assert page.ask(NOTE).endswith("; waited 2.0 s for its turn")
 
 
-def test_an_answer_can_be_stopped_and_what_came_of_it_is_kept(opened: Opened) -> None:
+def test_an_answer_can_be_stopped_and_what_came_of_it_is_kept(opened):
     rig, page = opened("a")
     say(page, "Hello")
     begin_stream(rig.engine.next(), "Once ", "upon ")
@@ -147,7 +144,7 @@ def test_an_answer_can_be_stopped_and_what_came_of_it_is_kept(opened: Opened) ->
     is_over(page, 2)
 
 
-def test_a_name_for_several_models_is_shown_and_can_be_tried(opened: Opened) -> None:
+def test_a_name_for_several_models_is_shown_and_can_be_tried(opened):
     rig, page = opened("a", any_of={"chat": AnyOf((Rule(("org/b", "a")),))})
     page.wait("document.getElementById('choices').textContent === 'chat: any of org/b, a; now a'")
     say(page, "x", "chat")
@@ -157,7 +154,7 @@ def test_a_name_for_several_models_is_shown_and_can_be_tried(opened: Opened) -> 
     is_over(page, 1)
 
 
-def test_what_is_wrong_with_a_try_is_said_and_its_question_can_be_sent_again(opened: Opened) -> None:
+def test_what_is_wrong_with_a_try_is_said_and_its_question_can_be_sent_again(opened):
     rig, page = opened("a")
     rig.mux.facts.paused(None)
     page.wait(f"{HEALTH}.startsWith('paused')")
@@ -178,7 +175,7 @@ def test_what_is_wrong_with_a_try_is_said_and_its_question_can_be_sent_again(ope
 # The log of an engine
 
 
-def test_a_log_goes_on_below_the_page_while_it_is_open(opened: Opened) -> None:
+def test_a_log_goes_on_below_the_page_while_it_is_open(opened):
     rig, page = opened("a")
     page.wait(f"{READY} && {state_of('a')} === 'ready'")
     rig.logs["a"] = ["listens on 8000"]
@@ -198,7 +195,7 @@ def test_a_log_goes_on_below_the_page_while_it_is_open(opened: Opened) -> None:
     assert page.ask("log") is None
 
 
-def test_of_several_replicas_each_has_its_log(opened: Opened) -> None:
+def test_of_several_replicas_each_has_its_log(opened):
     replicas = Backend("one", "a", ("0",)), Backend("two", "a", ("0",))
     rig, page = opened(backends=replicas)
     rig.logs |= {"one": ["first"], "two": ["second"]}
@@ -211,7 +208,7 @@ def test_of_several_replicas_each_has_its_log(opened: Opened) -> None:
     page.ask("document.getElementById('log-close').click()")
 
 
-def test_what_goes_wrong_with_a_log_is_said_there(opened: Opened) -> None:
+def test_what_goes_wrong_with_a_log_is_said_there(opened):
     _, page = opened("a")
     press(page, "a", "Log")
     page.wait(f"{LINES} === '(nothing yet)'")

@@ -1,9 +1,6 @@
 """A pause by hand, as clients and whoever asks for it see it."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +9,6 @@ from anvil_mux.cli.main import main
 from anvil_mux.config.keys import Keyring
 from anvil_mux.scheduler.slot import Pause
 from tests.fake_engine import JSON_OK, Rig, keyring, shows
-
-Make = Callable[..., Rig]
 
 
 def post(rig: Rig, path: bytes, body: bytes = b"{}") -> tuple[int, Any]:
@@ -25,7 +20,7 @@ def paused(rig: Rig) -> Pause | None:
     return rig.mux.overview.status().pause
 
 
-def test_it_frees_the_gpus_and_ends_with_resume(rig: Rig) -> None:
+def test_it_frees_the_gpus_and_ends_with_resume(rig):
     rig.engine.answer = lambda _: JSON_OK
     rig.mux.tell(rig.mux.scheduler.pinned, "a", pinned=True)
     rig.mux.lease("a").release()
@@ -42,13 +37,13 @@ def test_it_frees_the_gpus_and_ends_with_resume(rig: Rig) -> None:
     assert rig.json(b"/healthz")["paused"] is None
 
 
-def test_a_client_that_is_refused_is_told_when_to_ask_again(rig: Rig) -> None:
+def test_a_client_that_is_refused_is_told_when_to_ask_again(rig):
     rig.mux.facts.paused(30.0)
     assert b"\r\nretry-after: " in rig.ask(b'{"model":"a"}', path=b"/v1/chat/completions").head.lower()
 
 
 @pytest.mark.parametrize("body", [b'{"for": "2h"}', b'{"for": 7200}', b'{"for": "120m"}'])
-def test_it_may_last_for_a_time(rig: Rig, body: bytes) -> None:
+def test_it_may_last_for_a_time(rig, body):
     status, told = post(rig, b"/pause", body)
     assert status == 200
     now = paused(rig)
@@ -66,13 +61,13 @@ def test_it_may_last_for_a_time(rig: Rig, body: bytes) -> None:
         (b'{"fro": 1}', "unknown: fro; a pause has nothing but `for`"),
     ],
 )
-def test_what_is_no_time_is_refused(rig: Rig, body: bytes, wrong: str) -> None:
+def test_what_is_no_time_is_refused(rig, body, wrong):
     status, told = post(rig, b"/pause", body)
     assert (status, told["error"]["message"]) == (400, wrong)
     assert paused(rig) is None
 
 
-def test_it_is_written_down_for_the_next_start_and_so_is_its_end(make_rig: Make) -> None:
+def test_it_is_written_down_for_the_next_start_and_so_is_its_end(make_rig):
     kept: list[float | None] = []
     rig = make_rig(keep_pause=lambda pause: kept.append(pause) or len(kept) > 1)
     assert post(rig, b"/pause")[1]["kept"] is False
@@ -80,7 +75,7 @@ def test_it_is_written_down_for_the_next_start_and_so_is_its_end(make_rig: Make)
     assert kept == [math.inf, None]
 
 
-def test_it_takes_a_key_with_the_right(make_rig: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_takes_a_key_with_the_right(make_rig, monkeypatch):
     keys: Keyring = keyring("only-models models=*;everything-there-is")
     rig = make_rig(keys=keys)
     assert rig.ask(b"", b"/pause", shows("only-models")).status == 403
@@ -90,7 +85,7 @@ def test_it_takes_a_key_with_the_right(make_rig: Make, monkeypatch: pytest.Monke
     assert paused(rig) is not None
 
 
-def test_where_requests_wait_they_are_answered_after_it(make_rig: Make) -> None:
+def test_where_requests_wait_they_are_answered_after_it(make_rig):
     rig = make_rig(when_paused="wait")
     rig.engine.answer = lambda _: JSON_OK
     rig.mux.facts.paused(None)
@@ -102,9 +97,7 @@ def test_where_requests_wait_they_are_answered_after_it(make_rig: Make) -> None:
     assert client.read().status == 200
 
 
-def test_the_commands_pause_and_resume(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_pause_and_resume(rig, monkeypatch, capsys):
     monkeypatch.setenv("ANVIL_URL", "http://{}:{}".format(*rig.address))
     assert main(["pause", "--for", "2h"]) == 0
     assert "paused until " in capsys.readouterr().err
@@ -126,9 +119,7 @@ def test_the_commands_pause_and_resume(
     assert "must be seconds, or a time such as 30s or 2m, not 'tomorrow'" in capsys.readouterr().err
 
 
-def test_all_models_are_unloaded_at_once(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_models_are_unloaded_at_once(rig, monkeypatch, capsys):
     monkeypatch.setenv("ANVIL_URL", "http://{}:{}".format(*rig.address))
     rig.mux.tell(rig.mux.scheduler.pinned, "a", pinned=True)
     rig.mux.lease("a").release()

@@ -1,10 +1,8 @@
 """Presets and LoRA adapters in front of an engine: what it is asked for, and what clients see of them."""
 
-from __future__ import annotations
-
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -47,7 +45,7 @@ def asked(rig: Rig, model: str, path: str = "/v1/chat/completions", **said: Any)
 # What the engine is asked for
 
 
-def test_a_preset_asks_the_engine_of_its_model_with_its_own_parameters(rig: Rig) -> None:
+def test_a_preset_asks_the_engine_of_its_model_with_its_own_parameters(rig):
     said = asked(rig, "qwen-think", messages=[USER], temperature=0.5, seed=1)
     assert said == {
         "model": "inside",
@@ -65,7 +63,7 @@ def test_a_preset_asks_the_engine_of_its_model_with_its_own_parameters(rig: Rig)
     assert asked(rig, "qwen", messages=[USER]) == {"model": "inside", "messages": [USER], "top_k": 5}
 
 
-def test_to_go_from_one_preset_to_another_swaps_nothing(rig: Rig) -> None:
+def test_to_go_from_one_preset_to_another_swaps_nothing(rig):
     client = rig.client()
     for name in ("qwen", "qwen-think", "qwen-fast", "sql", "qwen-think", "qwen"):
         got = rig.passes(b'{"model":"%b"}' % name.encode(), client=client)
@@ -73,7 +71,7 @@ def test_to_go_from_one_preset_to_another_swaps_nothing(rig: Rig) -> None:
     assert len(rig.events.of("loading")) == 1
 
 
-def test_an_adapter_keeps_its_name_and_one_of_llama_cpp_becomes_a_field(rig: Rig) -> None:
+def test_an_adapter_keeps_its_name_and_one_of_llama_cpp_becomes_a_field(rig):
     assert asked(rig, "sql", prompt="x", path="/v1/completions") == {
         "model": "sql",
         "prompt": "x",
@@ -82,7 +80,7 @@ def test_an_adapter_keeps_its_name_and_one_of_llama_cpp_becomes_a_field(rig: Rig
     assert asked(rig, "law", prompt="x")["lora"] == [{"id": 0, "scale": 1.0}]
 
 
-def test_an_adapter_is_chosen_for_anthropics_clients_too_though_llama_server_would_drop_it(rig: Rig) -> None:
+def test_an_adapter_is_chosen_for_anthropics_clients_too_though_llama_server_would_drop_it(rig):
     answer = answer_of(b'{"choices":[{"message":{"content":"x"}}]}')
     for name in ("law", "b"):  # at the model's own name its service sets the field
         body = json.dumps({"model": name, "messages": [USER], "max_tokens": 1}).encode()
@@ -92,7 +90,7 @@ def test_an_adapter_is_chosen_for_anthropics_clients_too_though_llama_server_wou
 
 
 @pytest.mark.parametrize("path", [b"/v1/embeddings", b"/api/embed", b"/v1/rerank", b"/embedding"])
-def test_an_adapter_that_would_not_be_applied_is_refused(rig: Rig, path: bytes) -> None:
+def test_an_adapter_that_would_not_be_applied_is_refused(rig, path):
     answer = rig.ask(b'{"model":"law","input":"x"}', path)
     assert answer.status == 501
     assert b"cannot apply the LoRA adapter law at " in answer.body
@@ -100,7 +98,7 @@ def test_an_adapter_that_would_not_be_applied_is_refused(rig: Rig, path: bytes) 
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])
-def test_the_clients_own_system_message_stays(rig: Rig, role: str) -> None:
+def test_the_clients_own_system_message_stays(rig, role):
     messages = [{"role": role, "content": "Mine."}, USER]
     assert asked(rig, "qwen-think", messages=messages)["messages"] == messages
 
@@ -127,15 +125,13 @@ def test_the_clients_own_system_message_stays(rig: Rig, role: str) -> None:
         ),
     ],
 )
-def test_every_api_says_the_system_message_in_its_own_way(
-    rig: Rig, path: str, said: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_every_api_says_the_system_message_in_its_own_way(rig, path, said, expected):
     found = asked(rig, "qwen-think", path, **said)
     assert {key: found.get(key) for key in expected} == expected
     assert (found["model"], found["temperature"]) == ("inside", 1)
 
 
-def test_the_bytes_of_a_conversation_stay_as_they_were(rig: Rig) -> None:
+def test_the_bytes_of_a_conversation_stay_as_they_were(rig):
     got = rig.passes(
         b'{"messages" : [ {"role":"user", "content":"\\u00e9 \\/", "n":1.00}],"model":"qwen-think"}'
     )
@@ -151,9 +147,7 @@ def test_the_bytes_of_a_conversation_stay_as_they_were(rig: Rig) -> None:
         ("/api/generate", {"prompt": "Hi", "system": "Mine."}, None),
     ],
 )
-def test_presets_are_ollamas_too(
-    rig: Rig, path: str, said: dict[str, Any], messages: list[Any] | None
-) -> None:
+def test_presets_are_ollamas_too(rig, path, said, messages):
     client, got = rig.asked(json.dumps({"model": "qwen-think:latest", **said}).encode(), path.encode())
     found = json.loads(got.body)
     got.send(*DONE)
@@ -162,7 +156,7 @@ def test_presets_are_ollamas_too(
     assert (found["model"], found["temperature"]) == ("inside", 1)
 
 
-def test_what_anthropics_clients_ask_of_an_engine_without_their_api_has_the_preset_too(rig: Rig) -> None:
+def test_what_anthropics_clients_ask_of_an_engine_without_their_api_has_the_preset_too(rig):
     client, got = rig.asked(
         json.dumps({"model": "qwen-think", "messages": [USER], "max_tokens": 1}).encode(), b"/v1/messages"
     )
@@ -173,13 +167,13 @@ def test_what_anthropics_clients_ask_of_an_engine_without_their_api_has_the_pres
     assert found["messages"] == [SYSTEM, USER]
 
 
-def test_a_form_names_an_adapter(rig: Rig) -> None:
+def test_a_form_names_an_adapter(rig):
     form = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\nsql\r\n--x--\r\n'
     kind = b"multipart/form-data; boundary=x"
     assert rig.passes(form, b"/v1/audio/transcriptions", type=kind).body == form
 
 
-def test_both_stages_of_a_request_get_the_preset(make_rig: Callable[..., Rig]) -> None:
+def test_both_stages_of_a_request_get_the_preset(make_rig):
     stages = (
         Backend("a", "m", ("0",), infer_type="prefill", presets=(THINK,), served_model="p"),
         Backend("b", "m", ("1",), infer_type="decode", served_model="d"),
@@ -208,11 +202,11 @@ ALL = ["qwen", "qwen-think", "qwen-fast", "sql", "b", "law"]
 
 
 @pytest.mark.parametrize("path", [b"/v1/models", b"/api/tags", b"/api/v0/models"])
-def test_presets_are_listed(rig: Rig, path: bytes) -> None:
+def test_presets_are_listed(rig, path):
     assert names(rig.client(), path) == ALL
 
 
-def test_a_preset_in_the_list_names_its_model(rig: Rig) -> None:
+def test_a_preset_in_the_list_names_its_model(rig):
     found = rig.json(b"/v1/models/qwen-fast")
     assert (found["id"], found["parent"], found["aliases"]) == ("qwen-fast", "qwen", [])
     assert "parent" not in rig.json(b"/v1/models/qwen")
@@ -221,7 +215,7 @@ def test_a_preset_in_the_list_names_its_model(rig: Rig) -> None:
     assert b"qwen-fast" in answer.body
 
 
-def test_the_log_and_the_state_name_the_preset(rig: Rig) -> None:
+def test_the_log_and_the_state_name_the_preset(rig):
     asked(rig, "qwen-fast")
     record = rig.events.record()
     assert (record.model, record.preset) == ("qwen", "qwen-fast")
@@ -229,7 +223,7 @@ def test_the_log_and_the_state_name_the_preset(rig: Rig) -> None:
     assert [model["presets"] for model in state.values()] == [["qwen-think", "qwen-fast", "sql"], ["law"]]
 
 
-def test_a_key_of_a_preset_is_for_nothing_else(make_rig: Callable[..., Rig]) -> None:
+def test_a_key_of_a_preset_is_for_nothing_else(make_rig):
     keys = keyring("key-of-fast models=qwen-fast;key-of-qwen models=qwen")
     rig = make_rig(backends=(QWEN, Backend("b", "b", ("0",))), keys=keys)
     client, fast, both = rig.client(), shows("key-of-fast"), shows("key-of-qwen")
@@ -247,7 +241,7 @@ def test_a_key_of_a_preset_is_for_nothing_else(make_rig: Callable[..., Rig]) -> 
         assert client.read().status == status, name
 
 
-def test_other_presets_hold_from_the_next_request_on_an_open_connection(rig: Rig) -> None:
+def test_other_presets_hold_from_the_next_request_on_an_open_connection(rig):
     client = rig.client()
     for temperature in ("1", "2"):
         changed = replace(QWEN, presets=(replace(THINK, set=(("temperature", temperature),)),))
@@ -261,9 +255,7 @@ def test_other_presets_hold_from_the_next_request_on_an_open_connection(rig: Rig
 
 
 @pytest.mark.parametrize("is_said_there", [False, True])
-def test_a_question_that_waits_keeps_its_preset_at_a_replica_that_comes_by_a_reload(
-    make_rig: Callable[..., Rig], is_said_there: bool
-) -> None:
+def test_a_question_that_waits_keeps_its_preset_at_a_replica_that_comes_by_a_reload(make_rig, is_said_there):
     rig = make_rig(backends=(QWEN,))
     rig.mechanism.gate.clear()
     client = rig.client()
@@ -281,7 +273,7 @@ def test_a_question_that_waits_keeps_its_preset_at_a_replica_that_comes_by_a_rel
     reload.join(GUARD)
 
 
-def test_why_says_whose_preset_it_is(rig: Rig) -> None:
+def test_why_says_whose_preset_it_is(rig):
     told = rig.json(b"/why?model=qwen-fast")
     assert told["sentence"].startswith("qwen-fast is a preset of qwen. A request for qwen waits about")
 
@@ -310,9 +302,7 @@ def patterns() -> Iterator[Rig]:
         ("my-claude-3", "/v1/chat/completions", None),
     ],
 )
-def test_a_name_that_is_none_stands_for_the_longest_alias_that_it_fits(
-    patterns: Rig, name: str, path: str, model: str | None
-) -> None:
+def test_a_name_that_is_none_stands_for_the_longest_alias_that_it_fits(patterns, name, path, model):
     client = patterns.client()
     client.post(json.dumps({"model": name, "messages": [USER], "prompt": "x"}).encode(), path.encode())
     if model is None:
@@ -328,7 +318,7 @@ def test_a_name_that_is_none_stands_for_the_longest_alias_that_it_fits(
         assert patterns.json(b"/logs?model=" + name.encode())["model"] == model
 
 
-def test_a_pattern_gives_no_key_another_model_for_one_that_it_may_not_use(patterns: Rig) -> None:
+def test_a_pattern_gives_no_key_another_model_for_one_that_it_may_not_use(patterns):
     access = Access(patterns.config, Keyring(), only_local_hosts=False)
     key = Key(b"", models=frozenset({"qwen"}))
     assert access.find("claude-x", api="openai", key=key).model == "qwen"

@@ -23,9 +23,9 @@ def altered(source: str) -> list[int]:
     ]
 
 
-def test_an_assignment_would_be_seen() -> None:
+def test_an_assignment_would_be_seen():
     assert altered("question.body = b''\nself.context.key = None\ncontext = 1\nx = context.key") == [1, 2]
 
 
-def test_nobody_alters_what_was_asked() -> None:
+def test_nobody_alters_what_was_asked():
     assert {path.name: altered(path.read_text()) for path in MODULES} == {path.name: [] for path in MODULES}

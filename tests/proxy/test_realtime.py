@@ -4,8 +4,6 @@ The engine and the client have their sockets of PyPI's `websockets`: handshake, 
 closing frames are those that people use.
 """
 
-from __future__ import annotations
-
 import base64
 import sys
 from collections.abc import Iterator
@@ -74,7 +72,7 @@ def error_of(connection: Any) -> ConnectionClosedError:
 
 
 @pytest.mark.parametrize("name", ["voice", "voice/other"])
-def test_openais_client_speaks_with_the_engine(mux: Running, name: str) -> None:
+def test_openais_client_speaks_with_the_engine(mux, name):
     with connected(mux, name) as connection:
         assert greeted(connection) == "voice-inside"
         assert leases(mux, "voice", 1) == 1
@@ -89,7 +87,7 @@ def test_openais_client_speaks_with_the_engine(mux: Running, name: str) -> None:
     assert good_bye in seen(lambda: mux.request("GET", "/logs?model=voice")[2], lambda log: good_bye in log)
 
 
-def test_audio_of_megabytes_passes(mux: Running) -> None:
+def test_audio_of_megabytes_passes(mux):
     sound = base64.b64encode(bytes(3 << 20)).decode()
     with connected(mux, "voice") as connection:
         greeted(connection)
@@ -98,7 +96,7 @@ def test_audio_of_megabytes_passes(mux: Running) -> None:
         assert [connection.recv().audio_start_ms for _ in range(3)] == [len(sound)] * 3
 
 
-def test_an_open_socket_is_drained_and_then_told_that_another_model_is_wanted(mux: Running) -> None:
+def test_an_open_socket_is_drained_and_then_told_that_another_model_is_wanted(mux):
     with connected(mux, "voice") as connection:
         greeted(connection)
         with connected(mux, "other") as other:
@@ -109,14 +107,14 @@ def test_an_open_socket_is_drained_and_then_told_that_another_model_is_wanted(mu
     assert "voice was evicted for other" in error.rcvd.reason
 
 
-def test_who_has_closed_before_the_drain_ends_holds_up_nothing(mux: Running) -> None:
+def test_who_has_closed_before_the_drain_ends_holds_up_nothing(mux):
     with connected(mux, "voice") as connection:
         greeted(connection)
     with connected(mux, "other") as other:
         greeted(other)
 
 
-def test_an_engine_that_dies_under_an_open_socket_is_told(mux: Running) -> None:
+def test_an_engine_that_dies_under_an_open_socket_is_told(mux):
     with connected(mux, "frail") as connection:
         greeted(connection)
     assert leases(mux, "frail", 0) == 0  # so that its end is not one right after its load
@@ -132,7 +130,7 @@ def test_an_engine_that_dies_under_an_open_socket_is_told(mux: Running) -> None:
         assert greeted(again) == "frail-inside"
 
 
-def test_a_model_that_nobody_has_is_refused_in_the_handshake(mux: Running) -> None:
+def test_a_model_that_nobody_has_is_refused_in_the_handshake(mux):
     with pytest.raises(InvalidStatus) as refused, connected(mux, "nobody"):
         pass
     assert refused.value.response.status_code == 404

@@ -1,13 +1,10 @@
 """Requests to engines and their answers, over real sockets, with an engine whose bytes the test sends."""
 
-from __future__ import annotations
-
 import errno
 import json
 import socket
 import threading
 import tracemalloc
-from collections.abc import Callable
 from datetime import timezone
 from email.utils import parsedate_to_datetime
 from io import FileIO
@@ -16,12 +13,12 @@ import pytest
 
 from anvil_mux.protocol import api, http1
 from anvil_mux.proxy import connections, pump
-from tests.fake_engine import ASK_A, JSON_OK, SSE_HEAD, STREAM_A, UNTIL_CLOSE, Answer, Rig, answer_of, chunk
+from tests.fake_engine import ASK_A, JSON_OK, SSE_HEAD, STREAM_A, UNTIL_CLOSE, Answer, answer_of, chunk
 
 # Answers
 
 
-def test_an_answer_comes_back_with_its_body_and_own_headers(rig: Rig) -> None:
+def test_an_answer_comes_back_with_its_body_and_own_headers(rig):
     client, asked = rig.asked(
         ASK_A,
         extra=b"Connection: x-secret\r\nX-Secret: 1\r\nX-Request-ID: my-id\r\nX-Forwarded-For: 6.6.6.6\r\n",
@@ -48,14 +45,14 @@ def test_an_answer_comes_back_with_its_body_and_own_headers(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("status", [b"400 Bad Request", b"422 X", b"500 Oh", b"503 Busy"])
-def test_an_engines_error_is_relayed_with_its_body(rig: Rig, status: bytes) -> None:
+def test_an_engines_error_is_relayed_with_its_body(rig, status):
     rig.engine.answer = lambda _: b'HTTP/1.1 %b\r\nContent-Length: 13\r\n\r\n{"error": 42}' % status
     answer = rig.ask()
     assert (answer.status, answer.body) == (int(status[:3]), b'{"error": 42}')
 
 
 @pytest.mark.parametrize("theirs", [b"", b"Date: Sun, 06 Nov 1994 08:49:37 GMT\r\n"])
-def test_every_answer_has_one_date(make_rig: Callable[..., Rig], theirs: bytes) -> None:
+def test_every_answer_has_one_date(make_rig, theirs):
     rig = make_rig(max_connections=2)
     rig.engine.answer = lambda _: b"HTTP/1.1 200 OK\r\n%bContent-Length: 0\r\n\r\n" % theirs
     client = rig.client()
@@ -71,7 +68,7 @@ def test_every_answer_has_one_date(make_rig: Callable[..., Rig], theirs: bytes) 
     assert not theirs or theirs in answers[0].head
 
 
-def test_the_same_head_again_goes_on_with_its_own_id_and_length(rig: Rig) -> None:
+def test_the_same_head_again_goes_on_with_its_own_id_and_length(rig):
     client = rig.client()
     ids = set()
     for body in (ASK_A, b'{"model":"a","n":1}', b'{"model": "org/b"}', b'{"model": "alias"}'):
@@ -88,7 +85,7 @@ def test_the_same_head_again_goes_on_with_its_own_id_and_length(rig: Rig) -> Non
     assert len(ids) == 4
 
 
-def test_answers_without_a_body_keep_the_connection(rig: Rig) -> None:
+def test_answers_without_a_body_keep_the_connection(rig):
     answers = iter([b"HTTP/1.1 204 No Content\r\n\r\n", JSON_OK])
     rig.engine.answer = lambda _: next(answers)
     client = rig.client()
@@ -97,19 +94,19 @@ def test_answers_without_a_body_keep_the_connection(rig: Rig) -> None:
     assert len(rig.engine.connections) == 1
 
 
-def test_interim_answers_of_the_engine_are_skipped(rig: Rig) -> None:
+def test_interim_answers_of_the_engine_are_skipped(rig):
     rig.engine.answer = lambda _: b"HTTP/1.1 100 Continue\r\n\r\n" + JSON_OK
     assert rig.client().ask(ASK_A).body == b"{}"
 
 
-def test_an_alias_reaches_the_engine_under_the_name_that_it_knows(rig: Rig) -> None:
+def test_an_alias_reaches_the_engine_under_the_name_that_it_knows(rig):
     rig.engine.answer = rig.other.answer = lambda asked: answer_of(asked.body)
     client = rig.client()
     assert client.ask(b'{"x": 1, "model": "alias"}').body == b'{"x": 1, "model": "a"}'
     assert client.ask(b'{"model":"org/b", "n": 2.50}').body == b'{"model":"b-inside", "n": 2.50}'
 
 
-def test_a_request_without_a_model_goes_to_the_default(make_rig: Callable[..., Rig]) -> None:
+def test_a_request_without_a_model_goes_to_the_default(make_rig):
     rig = make_rig(default_model="org/b")
     asked = rig.passes(b'{"x":1}', engine=rig.other)
     assert json.loads(asked.body) == {"model": "b-inside", "x": 1}
@@ -118,7 +115,7 @@ def test_a_request_without_a_model_goes_to_the_default(make_rig: Callable[..., R
 # Streams
 
 
-def test_the_first_event_reaches_the_client_before_the_last_is_sent(rig: Rig) -> None:
+def test_the_first_event_reaches_the_client_before_the_last_is_sent(rig):
     client, asked = rig.asked(STREAM_A)
     asked.send(SSE_HEAD)
     head = client.read_until(b"\r\n\r\n")
@@ -133,7 +130,7 @@ def test_the_first_event_reaches_the_client_before_the_last_is_sent(rig: Rig) ->
 
 
 @pytest.mark.parametrize("end", [b"0\r\n\r\nHTTP/1.1 200 OK\r\n", b"0\r\n\r\n"])
-def test_what_an_engine_sends_beyond_its_answer_is_nobodys(rig: Rig, end: bytes) -> None:
+def test_what_an_engine_sends_beyond_its_answer_is_nobodys(rig, end):
     client, asked = rig.asked(STREAM_A)
     asked.send(SSE_HEAD + chunk(b"data: 1\n\n") + end)
     answer = client.read()
@@ -142,7 +139,7 @@ def test_what_an_engine_sends_beyond_its_answer_is_nobodys(rig: Rig, end: bytes)
     assert len(rig.engine.connections) == (1 if end == b"0\r\n\r\n" else 2)
 
 
-def test_a_body_until_close_is_chunked_for_the_client(rig: Rig) -> None:
+def test_a_body_until_close_is_chunked_for_the_client(rig):
     client, asked = rig.asked(STREAM_A)
     asked.send(UNTIL_CLOSE, b"data: 1\n\n")
     assert b"Transfer-Encoding: chunked" in client.read_until(b"\r\n\r\n")
@@ -154,7 +151,7 @@ def test_a_body_until_close_is_chunked_for_the_client(rig: Rig) -> None:
     rig.answers(client)
 
 
-def test_chunks_are_taken_apart_for_a_client_of_http_1_0(rig: Rig) -> None:
+def test_chunks_are_taken_apart_for_a_client_of_http_1_0(rig):
     client = rig.client()
     client.send(
         b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(STREAM_A), STREAM_A)
@@ -168,7 +165,7 @@ def test_chunks_are_taken_apart_for_a_client_of_http_1_0(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("more", [b"", b"more"])
-def test_a_large_answer_with_a_length_passes_whole_and_nothing_beyond_it(rig: Rig, more: bytes) -> None:
+def test_a_large_answer_with_a_length_passes_whole_and_nothing_beyond_it(rig, more):
     content = bytes(range(256)) * 8192
     rig.engine.answer = lambda _: answer_of(content) + more
     client = rig.client()
@@ -177,9 +174,7 @@ def test_a_large_answer_with_a_length_passes_whole_and_nothing_beyond_it(rig: Ri
     assert len(rig.engine.connections) == (2 if more else 1)
 
 
-def test_a_client_that_does_not_read_stops_the_engine_and_gets_every_byte_later(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_does_not_read_stops_the_engine_and_gets_every_byte_later(rig, monkeypatch):
     hold, held = pump.Pump._hold, threading.Event()
 
     def note(self: pump.Pump, stream: pump.PumpedStream) -> None:
@@ -201,9 +196,7 @@ def test_a_client_that_does_not_read_stops_the_engine_and_gets_every_byte_later(
     assert content == event * 300
 
 
-def test_a_client_that_never_reads_again_is_left(
-    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_never_reads_again_is_left(make_rig, monkeypatch):
     monkeypatch.setattr("anvil_mux.proxy.pump.SWEEP_SECONDS", 0.02)
     rig = make_rig(client_timeout=0.05)
     client, asked = rig.asked(STREAM_A)
@@ -216,7 +209,7 @@ def test_a_client_that_never_reads_again_is_left(
     assert rig.events.record().code == "client_stalled"
 
 
-def test_many_streams_at_once_do_not_mix(rig: Rig) -> None:
+def test_many_streams_at_once_do_not_mix(rig):
     clients = [rig.client() for _ in range(40)]
     for number, client in enumerate(clients):
         client.post(b'{"model":"a","stream":true,"n":%d}' % number)
@@ -239,7 +232,7 @@ def test_many_streams_at_once_do_not_mix(rig: Rig) -> None:
     assert len(rig.relay.pump) == 0
 
 
-def test_only_silence_ends_a_long_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_silence_ends_a_long_stream(monkeypatch):
     monkeypatch.setattr(pump, "SWEEP_SECONDS", 1e6)
     engine, upstream = socket.socketpair()
     client, far = socket.socketpair()
@@ -263,7 +256,7 @@ def test_only_silence_ends_a_long_stream(monkeypatch: pytest.MonkeyPatch) -> Non
 # Tokens
 
 
-def test_the_tokens_of_an_answer_are_those_that_the_engine_says(rig: Rig) -> None:
+def test_the_tokens_of_an_answer_are_those_that_the_engine_says(rig):
     usage = b'{"prompt_tokens":12,"completion_tokens": 37,"prompt_tokens_details":{"cached_tokens":8}}'
     body = b'{"choices":[{"text":"\\"completion_tokens\\": 9"}],"usage":%b}' % usage
     rig.passes(answer=answer_of(body))
@@ -271,7 +264,7 @@ def test_the_tokens_of_an_answer_are_those_that_the_engine_says(rig: Rig) -> Non
     assert (record.tokens, record.prompt_tokens, record.cached_tokens) == (37, 12, 8)
 
 
-def test_what_a_stream_says_of_tokens_is_found_wherever_its_pieces_end() -> None:
+def test_what_a_stream_says_of_tokens_is_found_wherever_its_pieces_end():
     usage = b'{"prompt_tokens":12,"completion_tokens":37,"prompt_tokens_details":{"cached_tokens":821}}'
     stream = b'data: {"x":1}\n\n' * 3 + b'data: {"usage":%b}\n\ndata: [DONE]\n\n' % usage
     for end in range(1, len(stream)):
@@ -284,7 +277,7 @@ def test_what_a_stream_says_of_tokens_is_found_wherever_its_pieces_end() -> None
 @pytest.mark.parametrize(
     ("end", "tokens"), [(b"data: [DONE]\n\n", 3), (b'data: {"usage":{"completion_tokens":41}}\n\n', 41)]
 )
-def test_the_tokens_of_a_stream_are_its_events_unless_it_says(rig: Rig, end: bytes, tokens: int) -> None:
+def test_the_tokens_of_a_stream_are_its_events_unless_it_says(rig, end, tokens):
     client, asked = rig.asked(STREAM_A)
     event = chunk(b'data: {"choices":[]}\n\n')
     asked.send(SSE_HEAD, event)
@@ -296,7 +289,7 @@ def test_the_tokens_of_a_stream_are_its_events_unless_it_says(rig: Rig, end: byt
     assert rig.events.record(1).tokens == tokens
 
 
-def test_an_answer_that_is_no_text_has_no_tokens(rig: Rig) -> None:
+def test_an_answer_that_is_no_text_has_no_tokens(rig):
     rig.answers(rig.client())
     assert rig.events.record(1).tokens == 0
 
@@ -304,9 +297,7 @@ def test_an_answer_that_is_no_text_has_no_tokens(rig: Rig) -> None:
 # Large bodies
 
 
-def test_a_mistake_with_one_stream_ends_that_one_and_no_other(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_with_one_stream_ends_that_one_and_no_other(rig, monkeypatch):
     content = pump._content
 
     def mistaken(stream: pump.PumpedStream) -> bytes:
@@ -325,8 +316,8 @@ def test_a_mistake_with_one_stream_ends_that_one_and_no_other(
 
 
 def test_where_no_connection_can_be_opened_the_request_is_refused_and_its_engine_not_doubted(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    rig, monkeypatch
+):
     def none_left(family: int) -> socket.socket:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -343,7 +334,7 @@ def test_where_no_connection_can_be_opened_the_request_is_refused_and_its_engine
     assert rig.events.of("died") == []
 
 
-def test_a_large_json_body_is_held_once(rig: Rig) -> None:
+def test_a_large_json_body_is_held_once(rig):
     size = 30 << 20
     body = b'{"messages":["' + b"x" * size + b'"],"model":"alias"}'
     rig.engine.keep_bodies = False
@@ -366,7 +357,7 @@ def test_a_large_json_body_is_held_once(rig: Rig) -> None:
     assert peak < size * 1.2
 
 
-def test_an_upload_larger_than_the_disk_is_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_larger_than_the_disk_is_refused(rig, monkeypatch):
     monkeypatch.setattr("tempfile.TemporaryFile", lambda **how: FileIO("/dev/full", "r+"))
     body = b'--B\r\nContent-Disposition: form-data; name="model"\r\n\r\na\r\n--B--\r\n'
     answer = rig.ask(body, b"/v1/audio/transcriptions", type=b"multipart/form-data; boundary=B")
@@ -375,7 +366,7 @@ def test_an_upload_larger_than_the_disk_is_refused(rig: Rig, monkeypatch: pytest
     assert "No space left on device" in answer.error["message"]
 
 
-def test_an_upload_is_spooled_and_sent_again_on_a_new_engine(rig: Rig) -> None:
+def test_an_upload_is_spooled_and_sent_again_on_a_new_engine(rig):
     size = 20 << 20
     body = (
         b'--B\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'

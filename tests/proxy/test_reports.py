@@ -1,9 +1,7 @@
 """What is told of the state, by whom it may be asked, and what is not offered."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,7 +18,7 @@ from tests.fake_engine import ASK_A, ASK_B, JSON_OK, Rig
 # Routes
 
 
-def test_models_are_listed_from_memory_while_one_loads(rig: Rig) -> None:
+def test_models_are_listed_from_memory_while_one_loads(rig):
     rig.mechanism.gate.clear()
     waiting, connection = rig.client(), rig.client()
     waiting.post(ASK_A)
@@ -32,18 +30,18 @@ def test_models_are_listed_from_memory_while_one_loads(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("path", [b"/v1/models/org/b", b"/v1/models/org%2Fb", b"/v1/models/org%2fb"])
-def test_one_model_is_found_under_its_raw_or_encoded_id(rig: Rig, path: bytes) -> None:
+def test_one_model_is_found_under_its_raw_or_encoded_id(rig, path):
     assert rig.json(path)["id"] == "org/b"
     assert rig.get(path + b"c").code == "model_not_found"
 
 
-def test_the_list_of_models_may_end_with_a_slash(rig: Rig) -> None:
+def test_the_list_of_models_may_end_with_a_slash(rig):
     listed = rig.json(b"/v1/models/")
     assert listed == rig.json(b"/v1/models")
     assert [each["id"] for each in listed["data"]] == ["a", "org/b"]
 
 
-def test_healthz_tells_the_whole_state(rig: Rig) -> None:
+def test_healthz_tells_the_whole_state(rig):
     rig.engine.answer = lambda _: JSON_OK
     connection = rig.client()
     connection.ask(ASK_A)
@@ -60,7 +58,7 @@ def test_healthz_tells_the_whole_state(rig: Rig) -> None:
     assert state["registry"] == ["a", "org/b"]
 
 
-def test_healthz_shows_who_uses_a_gpu(make_rig: Callable[..., Rig]) -> None:
+def test_healthz_shows_who_uses_a_gpu(make_rig):
     rig = make_rig(gpus=(Gpu("0", vram=24, reserve=2),))
     gpu = rig.json(b"/healthz")["gpus"]["0"]
     assert (gpu["used"], gpu["total"], gpu["reserve"], gpu["others"]) == (None, 24, 2, [])
@@ -73,9 +71,7 @@ def test_healthz_shows_who_uses_a_gpu(make_rig: Callable[..., Rig]) -> None:
     assert gpu["others"] == [{"pid": 41, "name": "python3", "bytes": 5, "container": "f00"}]
 
 
-def test_healthz_names_the_memory_to_declare_for_a_model_that_was_measured(
-    make_rig: Callable[..., Rig],
-) -> None:
+def test_healthz_names_the_memory_to_declare_for_a_model_that_was_measured(make_rig):
     rig = make_rig(backends=(Backend("a", "a", ("0",)), Backend("b", "b", ("0",), vram=6 << 30)))
     rig.mechanism.evict = lambda backend, how: Evicted(how, freed={"0": 7 << 30})
     connection = rig.serve(ASK_A, b'{"model":"b"}', ASK_A)
@@ -84,7 +80,7 @@ def test_healthz_names_the_memory_to_declare_for_a_model_that_was_measured(
     assert told == ["7GiB", None]
 
 
-def test_healthz_shows_what_a_model_takes_and_when_an_idle_one_goes(make_rig: Callable[..., Rig]) -> None:
+def test_healthz_shows_what_a_model_takes_and_when_an_idle_one_goes(make_rig):
     backends = Backend("a", "a", ("0",), vram=5, ttl=600.0), Backend("b", "b", ("0",), vram=6)
     rig = make_rig(backends=backends, gpus=(Gpu("0", vram=20),))
     connection = rig.serve(ASK_A, b'{"model":"b"}')
@@ -109,7 +105,7 @@ def draining(rig: Rig, extra: bytes = b"") -> Iterator[None]:
     assert (first.read().status, second.read().status) == (200, 200)
 
 
-def test_healthz_shows_a_drain(rig: Rig) -> None:
+def test_healthz_shows_a_drain(rig):
     with draining(rig):
         gpu = rig.json(b"/healthz")["gpus"]["0"]
         assert (gpu["draining"]["target"], gpu["draining"]["leases"]) == ("org/b", 1)
@@ -121,9 +117,7 @@ def test_healthz_shows_a_drain(rig: Rig) -> None:
         assert models["org/b"]["oldest_wait_seconds"] >= 0
 
 
-def test_an_answer_that_a_swap_waits_for_is_named_by_the_id_of_its_request(
-    make_rig: Callable[..., Rig],
-) -> None:
+def test_an_answer_that_a_swap_waits_for_is_named_by_the_id_of_its_request(make_rig):
     film = Backend("a", "a", gpus=("0",), drain_timeout=math.inf)
     rig = make_rig(backends=(film, Backend("b", "org/b", gpus=("0",))))
     with draining(rig, extra=b"X-Request-ID: film-7\r\n"):
@@ -139,9 +133,7 @@ def test_an_answer_that_a_swap_waits_for_is_named_by_the_id_of_its_request(
         assert "request film-7 of a has run for" in why["sentence"]
 
 
-def test_above_its_own_max_queue_a_model_is_refused_and_told_so_everywhere(
-    make_rig: Callable[..., Rig],
-) -> None:
+def test_above_its_own_max_queue_a_model_is_refused_and_told_so_everywhere(make_rig):
     busy = Backend("a", "a", gpus=("0",), drain_timeout=math.inf)
     rig = make_rig(backends=(busy, Backend("b", "org/b", gpus=("0",), max_queue=1)))
     with draining(rig):
@@ -156,7 +148,7 @@ def test_above_its_own_max_queue_a_model_is_refused_and_told_so_everywhere(
     assert (why["verdict"], "(its max_queue)" in why["sentence"]) == ("refused", True)
 
 
-def test_healthz_tells_why_and_for_how_long_a_swap_is_put_off(make_rig: Callable[..., Rig]) -> None:
+def test_healthz_tells_why_and_for_how_long_a_swap_is_put_off(make_rig):
     rig = make_rig(policy="debounce", policy_settings={"quiet": 600.0, "max_hold": 600.0}, max_wait=600.0)
     first, second = rig.client(), rig.client()
     first.post(ASK_A)
@@ -180,7 +172,7 @@ class Broken:
         return SwapTo(seen.queues[0].model) if seen.queues else Stay()
 
 
-def test_healthz_has_no_number_for_what_is_put_off_without_end(make_rig: Callable[..., Rig]) -> None:
+def test_healthz_has_no_number_for_what_is_put_off_without_end(make_rig):
     rig = make_rig(policy=f"{__name__}:Broken", max_wait=600.0)
     rig.engine.answer = lambda _: JSON_OK
     first, second = rig.client(), rig.client()
@@ -196,7 +188,7 @@ def test_healthz_has_no_number_for_what_is_put_off_without_end(make_rig: Callabl
     second.leave()
 
 
-def test_healthz_has_the_last_lines_of_an_engine_that_failed(rig: Rig) -> None:
+def test_healthz_has_the_last_lines_of_an_engine_that_failed(rig):
     rig.mechanism.failure = LoadError("exited with code 1", log=("no such file", "bye"))
     connection = rig.client()
     assert connection.ask(ASK_A).status == 503
@@ -207,9 +199,7 @@ def test_healthz_has_the_last_lines_of_an_engine_that_failed(rig: Rig) -> None:
     assert (backend["state"], 0 < backend["retry_seconds"] <= 5) == ("stopped", True)
 
 
-def test_healthz_tells_how_a_standby_backend_rests_and_what_it_holds_still(
-    make_rig: Callable[..., Rig],
-) -> None:
+def test_healthz_tells_how_a_standby_backend_rests_and_what_it_holds_still(make_rig):
     sleeper = Backend("a", "a", ("0",), evict_to=("sleep", "stop"))
     rig = make_rig(backends=(sleeper, Backend("b", "org/b", ("0",))))
     rig.mechanism.evict = lambda backend, how: Evicted(how, {"0": 7})
@@ -220,7 +210,7 @@ def test_healthz_tells_how_a_standby_backend_rests_and_what_it_holds_still(
     assert state["gpus"]["0"]["residuals"] == {"a": 7}
 
 
-def test_readyz_lists_its_checks_when_asked(rig: Rig) -> None:
+def test_readyz_lists_its_checks_when_asked(rig):
     connection = rig.client()
     assert connection.get(b"/readyz").body == b"ok\n"
     assert (
@@ -229,7 +219,7 @@ def test_readyz_lists_its_checks_when_asked(rig: Rig) -> None:
     )
 
 
-def test_readyz_fails_when_a_check_does(rig: Rig) -> None:
+def test_readyz_fails_when_a_check_does(rig):
     rig.handler.local.probes.checks = {"docker": lambda: "cannot be reached"}
     connection = rig.client()
     answer = connection.get(b"/readyz")
@@ -239,14 +229,14 @@ def test_readyz_fails_when_a_check_does(rig: Rig) -> None:
     assert connection.get(b"/livez").status == 200
 
 
-def test_metrics_and_the_front_page_are_text(rig: Rig) -> None:
+def test_metrics_and_the_front_page_are_text(rig):
     connection = rig.client()
     assert connection.get(b"/metrics").body == b"anvil_up 1\n"
     assert b"org/b  stopped" in connection.get(b"/").body
 
 
 @pytest.mark.parametrize("path", [b"/", b"/healthz", b"/v1/models"])
-def test_head_has_the_length_and_no_body(rig: Rig, path: bytes) -> None:
+def test_head_has_the_length_and_no_body(rig, path):
     connection = rig.client()
     answer = connection.get(path, b"HEAD")
     assert answer.status == 200
@@ -268,20 +258,20 @@ def test_head_has_the_length_and_no_body(rig: Rig, path: bytes) -> None:
         (b"GET", b"/nowhere", 404),
     ],
 )
-def test_what_is_not_offered_is_refused_in_json(rig: Rig, method: bytes, path: bytes, status: int) -> None:
+def test_what_is_not_offered_is_refused_in_json(rig, method, path, status):
     answer = rig.get(path, method)
     assert answer.status == status
     assert answer.error["message"]
     assert rig.engine.asked.empty()
 
 
-def test_errors_have_the_shape_of_the_api(rig: Rig) -> None:
+def test_errors_have_the_shape_of_the_api(rig):
     answer = rig.ask(b'{"model":"nobody"}', path=b"/v1/messages")
     assert answer.error["type"] == "not_found_error"
     assert answer.header(b"request-id") == answer.header(b"x-request-id")
 
 
-def test_a_load_by_hand_that_names_nobody_is_refused(rig: Rig) -> None:
+def test_a_load_by_hand_that_names_nobody_is_refused(rig):
     connection = rig.client()
     assert connection.ask(b'{"model":"nobody"}', path=b"/models/load").status == 404
     assert connection.ask(b"{}", path=b"/models/load").status == 400
@@ -297,9 +287,7 @@ def test_a_load_by_hand_that_names_nobody_is_refused(rig: Rig) -> None:
         ("localhost:9292 127.0.0.1 127.1.2.3:80 [::1]:9292 mux.localhost", 200),
     ],
 )
-def test_on_loopback_this_machines_names_are_accepted_and_no_others(
-    rig: Rig, hosts: str, status: int
-) -> None:
+def test_on_loopback_this_machines_names_are_accepted_and_no_others(rig, hosts, status):
     for host in hosts.encode().split():
         connection = rig.client()
         connection.send(b"GET /v1/models HTTP/1.1\r\nHost: %b\r\n\r\n" % host)
@@ -307,12 +295,12 @@ def test_on_loopback_this_machines_names_are_accepted_and_no_others(
 
 
 @pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/models/unload"])
-def test_another_sites_page_cannot_post(rig: Rig, path: bytes) -> None:
+def test_another_sites_page_cannot_post(rig, path):
     connection = rig.client()
     for _ in range(3):
         assert connection.ask(ASK_A, path=path, extra=b"Origin: http://evil.example\r\n").status == 403
     assert not rig.events.of("queued")
 
 
-def test_a_form_of_text_is_no_json(rig: Rig) -> None:
+def test_a_form_of_text_is_no_json(rig):
     assert rig.ask(ASK_A, b"/models/unload", type=b"text/plain").status == 415

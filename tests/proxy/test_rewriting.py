@@ -1,11 +1,8 @@
 """``strip`` and ``set``: the named fields of JSON requests change, and no other byte."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -34,9 +31,7 @@ from tests.fake_engine import chunk as framed
         (b'{"s":"\\ud800 \\/ \\u00e9", "deep":{"a":1,"b":[{"a":2}]}}', ["a"], {}, None),
     ],
 )
-def test_only_what_is_named_changes(
-    body: bytes, strip: list[str], put: dict[str, str], expected: bytes | None
-) -> None:
+def test_only_what_is_named_changes(body, strip, put, expected):
     kept = body.replace(b', "', b',"').replace(b"{ ", b"{") if expected is None else expected
     assert rewritten(body, strip, put) == kept
 
@@ -50,12 +45,12 @@ def test_only_what_is_named_changes(
         (b"{}", b'{"b":2}'),
     ],
 )
-def test_a_default_is_added_where_the_client_sent_nothing(body: bytes, expected: bytes) -> None:
+def test_a_default_is_added_where_the_client_sent_nothing(body, expected):
     default = {"a": "null", "b": "2", "d": "4"}
     assert rewritten(body, ["c"], {"d": "null"}, default) == expected
 
 
-def test_the_rewritten_body_means_what_it_should_whatever_the_body_holds() -> None:
+def test_the_rewritten_body_means_what_it_should_whatever_the_body_holds():
     draw = random.Random("bodies")
     values = [1, -0.5, "x", 'q"{}[],:\\', None, True, [1, {"a": [2]}], {"a": 1, "set": {"b": 2}}, "é\ud800"]
     for _ in range(500):
@@ -84,7 +79,7 @@ def test_the_rewritten_body_means_what_it_should_whatever_the_body_holds() -> No
         b'{"a":' + b"[" * 100_000,
     ],
 )
-def test_what_is_no_object_is_refused(body: bytes) -> None:
+def test_what_is_no_object_is_refused(body):
     with pytest.raises(BadRequest):
         rewritten(body, ["z"], {})
 
@@ -92,14 +87,14 @@ def test_what_is_no_object_is_refused(body: bytes) -> None:
 # The settings
 
 
-def test_strip_and_set_are_read(tmp_path: Path) -> None:
+def test_strip_and_set_are_read(tmp_path):
     said = "{strip: [temperature, top_p], set: {max_tokens: 9, chat: {think: false}}}"
     (found,) = plain(tmp_path, f"services: {{a: {{image: x, x-anvil: {said}}}}}").backends
     assert found.strip == ("temperature", "top_p")
     assert found.set == (("max_tokens", "9"), ("chat", '{"think": false}'))
 
 
-def test_as_a_label_set_is_json(tmp_path: Path) -> None:
+def test_as_a_label_set_is_json(tmp_path):
     found = one(tmp_path, "labels: {anvil.set: '{\"n\": 1}', anvil.strip: 'a, b'}")
     assert (found.strip, found.set) == (("a", "b"), (("n", "1"),))
 
@@ -113,7 +108,7 @@ def test_as_a_label_set_is_json(tmp_path: Path) -> None:
         ("set: {a: .nan}", "set: holds a value that JSON does not have"),
     ],
 )
-def test_what_cannot_be_rewritten_is_said(tmp_path: Path, said: str, problem: str) -> None:
+def test_what_cannot_be_rewritten_is_said(tmp_path, said, problem):
     (told,) = problems(tmp_path, f"services: {{a: {{image: x, x-anvil: {{{said}}}}}}}")
     assert problem in told
 
@@ -124,7 +119,7 @@ def test_what_cannot_be_rewritten_is_said(tmp_path: Path, said: str, problem: st
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     fields = {"strip": ("temperature",), "set": (("top_k", "5"),), "default": (("min_p", "1"),)}
-    changed = Backend("a", "a", ("0",), served_model="inside", **fields)  # type: ignore[arg-type]
+    changed = Backend("a", "a", ("0",), served_model="inside", **fields)
     made = Rig(backends=(changed, Backend("b", "b", ("0",))), gpus=(Gpu("0"),))
     yield made
     made.close()
@@ -134,7 +129,7 @@ def asked(rig: Rig, body: bytes, path: bytes = b"/v1/chat/completions", model: s
     return rig.passes(body, path, engine=rig.engine if model == "a" else rig.other).body
 
 
-def test_an_engine_gets_its_requests_rewritten_and_under_its_own_name(rig: Rig) -> None:
+def test_an_engine_gets_its_requests_rewritten_and_under_its_own_name(rig):
     body = b'{"model":"a","temperature":0.1,"messages":[{"role":"user","content":"\\u00e9"}]}'
     got = asked(rig, body)
     assert got == b'{"model":"inside","messages":[{"role":"user","content":"\\u00e9"}],"min_p":1,"top_k":5}'
@@ -144,12 +139,12 @@ def test_an_engine_gets_its_requests_rewritten_and_under_its_own_name(rig: Rig) 
     )
 
 
-def test_a_model_that_does_not_ask_for_it_gets_every_byte_as_it_was(rig: Rig) -> None:
+def test_a_model_that_does_not_ask_for_it_gets_every_byte_as_it_was(rig):
     body = b' { "temperature" : 1.0 ,"model":"b", "temperature":2 } '
     assert asked(rig, body, model="b") == body
 
 
-def test_one_connection_may_name_one_model_after_the_other(rig: Rig) -> None:
+def test_one_connection_may_name_one_model_after_the_other(rig):
     client = rig.client()
     for name, engine, body in 2 * [
         ("a", rig.engine, b'{"model":"inside","min_p":1,"top_k":5}'),
@@ -158,13 +153,13 @@ def test_one_connection_may_name_one_model_after_the_other(rig: Rig) -> None:
         assert rig.passes(b'{"model":"%b"}' % name.encode(), client=client, engine=engine).body == body
 
 
-def test_a_large_body_is_rewritten_too(rig: Rig) -> None:
+def test_a_large_body_is_rewritten_too(rig):
     image = b'"' + b"A" * 600_000 + b'"'
     got = asked(rig, b'{"image":%b, "temperature":1, "model":"a"}' % image)
     assert got == b'{"image":%b,"model":"inside","min_p":1,"top_k":5}' % image
 
 
-def test_a_question_that_was_translated_is_rewritten(rig: Rig) -> None:
+def test_a_question_that_was_translated_is_rewritten(rig):
     body = b'{"model":"a","options":{"temperature":1},"messages":[{"role":"user","content":"x"}]}'
     end = SSE_HEAD + framed(b"data: [DONE]\n\n") + b"0\r\n\r\n"
     said = json.loads(rig.passes(body, b"/api/chat", answer=end).body)
@@ -172,7 +167,7 @@ def test_a_question_that_was_translated_is_rewritten(rig: Rig) -> None:
     assert (said["model"], said["top_k"], said["min_p"]) == ("inside", 5, 1)
 
 
-def test_a_form_is_not_rewritten(rig: Rig) -> None:
+def test_a_form_is_not_rewritten(rig):
     form = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\na\r\n--x--\r\n'
     got = rig.passes(form, b"/v1/audio/transcriptions", type=b"multipart/form-data; boundary=x")
     assert got.body == form.replace(b"\r\na\r\n", b"\r\ninside\r\n")

@@ -5,8 +5,6 @@ concurrent switching, rapid cycling, bursts, streams during switches, clients th
 demo's: real processes, real sockets, short loads.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket
@@ -201,12 +199,12 @@ SITUATIONS: list[tuple[int, Callable[[Running], list[str]]]] = [
 @pytest.mark.parametrize(
     ("count", "situation"), part(SITUATIONS, every=3), ids=lambda value: getattr(value, "__name__", None)
 )
-def test_no_request_fails_in(mux: Running, count: int, situation: Callable[[Running], list[str]]) -> None:
+def test_no_request_fails_in(mux, count, situation):
     before = mux.answered()
     assert situation(mux) == []
     assert mux.answered(before + count) >= before + count
 
 
-def test_the_situations_are_1019_requests() -> None:
+def test_the_situations_are_1019_requests():
     assert sum(count for count, _ in SITUATIONS) == 1019
     assert len(SITUATIONS) == 12

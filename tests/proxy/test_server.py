@@ -1,13 +1,10 @@
 """The server: its connections, its threads and its end."""
 
-from __future__ import annotations
-
 import errno
 import json
 import socket
 import threading
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -35,7 +32,7 @@ FORM = b"application/x-www-form-urlencoded"
 # Connections
 
 
-def test_200_simultaneous_connections_are_all_answered(rig: Rig) -> None:
+def test_200_simultaneous_connections_are_all_answered(rig):
     rig.engine.answer = lambda _: JSON_OK
     connections = []
     for _ in range(200):
@@ -44,7 +41,7 @@ def test_200_simultaneous_connections_are_all_answered(rig: Rig) -> None:
     assert [each.read().status for each in connections] == [200] * 200
 
 
-def test_pipelined_requests_are_answered_in_order(rig: Rig) -> None:
+def test_pipelined_requests_are_answered_in_order(rig):
     connection = rig.client()
     connection.send(
         b"".join(
@@ -55,14 +52,14 @@ def test_pipelined_requests_are_answered_in_order(rig: Rig) -> None:
     assert connection.read().status == 404
 
 
-def test_a_head_may_come_in_pieces(rig: Rig) -> None:
+def test_a_head_may_come_in_pieces(rig):
     connection = rig.client()
     for byte in b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n":
         connection.send(bytes([byte]))
     assert connection.read().body == b"ok\n"
 
 
-def test_half_a_head_is_not_waited_for_long(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_head_is_not_waited_for_long(rig, monkeypatch):
     monkeypatch.setattr(client, "HEAD_SECONDS", 0.05)
     connection = rig.client()
     connection.send(b"GET /livez HTTP/1.1\r\nHost: loc")
@@ -70,7 +67,7 @@ def test_half_a_head_is_not_waited_for_long(rig: Rig, monkeypatch: pytest.Monkey
     assert connection.is_closed()
 
 
-def test_of_too_many_half_heads_the_oldest_is_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_too_many_half_heads_the_oldest_is_refused(rig, monkeypatch):
     monkeypatch.setattr(client, "HEADS", 2)
     connections = [rig.client() for _ in range(3)]
     for connection in connections:
@@ -84,7 +81,7 @@ def test_of_too_many_half_heads_the_oldest_is_refused(rig: Rig, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("coding", [b"Content-Length: 100", b"Transfer-Encoding: chunked"])
-def test_half_a_body_is_not_waited_for_long(rig: Rig, monkeypatch: pytest.MonkeyPatch, coding: bytes) -> None:
+def test_half_a_body_is_not_waited_for_long(rig, monkeypatch, coding):
     monkeypatch.setattr(client, "BODY_SECONDS", 0.05)
     connection = rig.client()
     connection.send(ASK_HEAD + coding + b"\r\n\r\n")
@@ -93,12 +90,12 @@ def test_half_a_body_is_not_waited_for_long(rig: Rig, monkeypatch: pytest.Monkey
     assert connection.is_closed()
 
 
-def test_an_idle_connection_is_closed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_connection_is_closed(rig, monkeypatch):
     monkeypatch.setattr(client, "IDLE_SECONDS", 0.05)
     assert rig.client().is_closed()
 
 
-def test_http_1_0_is_answered_and_closed_unless_it_asks_otherwise(rig: Rig) -> None:
+def test_http_1_0_is_answered_and_closed_unless_it_asks_otherwise(rig):
     connection = rig.client()
     connection.send(b"GET /livez HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
     assert connection.read().header(b"connection") == b"keep-alive"
@@ -107,7 +104,7 @@ def test_http_1_0_is_answered_and_closed_unless_it_asks_otherwise(rig: Rig) -> N
     assert connection.is_closed()
 
 
-def test_connections_over_the_limit_are_told_so(make_rig: Callable[..., Rig]) -> None:
+def test_connections_over_the_limit_are_told_so(make_rig):
     rig = make_rig(max_connections=1)
     first = rig.client()
     assert first.get(b"/livez").status == 200
@@ -119,7 +116,7 @@ def test_connections_over_the_limit_are_told_so(make_rig: Callable[..., Rig]) ->
     assert first.get(b"/livez").status == 200
 
 
-def test_without_free_files_it_does_not_try_on_and_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_free_files_it_does_not_try_on_and_on(rig, monkeypatch):
     starves, tries, looked = threading.Event(), threading.Semaphore(0), threading.Semaphore(0)
     [listener], earlier = rig.server.listeners.values(), rig.client()
     assert earlier.get(b"/livez").status == 200
@@ -153,9 +150,7 @@ def test_without_free_files_it_does_not_try_on_and_on(rig: Rig, monkeypatch: pyt
     assert connection.get(b"/livez").status == 200
 
 
-def test_a_connection_that_ended_makes_room(
-    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_that_ended_makes_room(make_rig, monkeypatch):
     rig = make_rig(max_connections=1)
     end, gone = rig.server.end, threading.Event()
 
@@ -183,7 +178,7 @@ def request_threads() -> int:
     return sum(thread.name.startswith("request-") for thread in threading.enumerate())
 
 
-def test_idle_connections_and_heads_in_the_making_have_no_thread(rig: Rig) -> None:
+def test_idle_connections_and_heads_in_the_making_have_no_thread(rig):
     silent, asked, begun = ([rig.client() for _ in range(50)] for _ in range(3))
     for connection in asked:
         assert connection.get(b"/livez").status == 200
@@ -197,7 +192,7 @@ def test_idle_connections_and_heads_in_the_making_have_no_thread(rig: Rig) -> No
         assert connection.get(b"/livez").status == 200
 
 
-def test_a_thread_that_has_served_a_request_serves_others(rig: Rig) -> None:
+def test_a_thread_that_has_served_a_request_serves_others(rig):
     before = request_threads()
     for _ in range(50):
         connection = rig.client()
@@ -206,18 +201,18 @@ def test_a_thread_that_has_served_a_request_serves_others(rig: Rig) -> None:
     assert request_threads() - before < 25
 
 
-def test_a_thread_that_is_not_needed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_is_not_needed_ends(monkeypatch):
     monkeypatch.setattr(server, "SPARE_SECONDS", 0.0)
     pool, served = server.Threads(), []
     for number in range(3):
-        pool.run(lambda number=number: served.append((number, threading.current_thread())))  # type: ignore[misc]
+        pool.run(lambda number=number: served.append((number, threading.current_thread())))
         assert seen(lambda: len(served), lambda count: count > number)  # noqa: B023
     for _, thread in served:
         thread.join(GUARD)
     assert [number for number, _ in served] == [0, 1, 2]
 
 
-def test_what_is_known_of_a_head_is_not_believed_of_another_one(make_rig: Callable[..., Rig]) -> None:
+def test_what_is_known_of_a_head_is_not_believed_of_another_one(make_rig):
     """A new connection begins with the last head of one that ended; another key is another head."""
     lines = "key-of-ann name=ann models=a;key-of-bob name=bob models=org/b"
     rig = make_rig(keys=keyring(lines))
@@ -238,7 +233,7 @@ def test_what_is_known_of_a_head_is_not_believed_of_another_one(make_rig: Callab
 # The end
 
 
-def test_a_drain_finishes_what_runs_and_refuses_what_waits(rig: Rig) -> None:
+def test_a_drain_finishes_what_runs_and_refuses_what_waits(rig):
     running, waiting, idle = rig.client(), rig.client(), rig.client()
     assert idle.get(b"/livez").status == 200
     asked = rig.streams(running)
@@ -261,7 +256,7 @@ def test_a_drain_finishes_what_runs_and_refuses_what_waits(rig: Rig) -> None:
         RawClient(rig.address)
 
 
-def test_whoever_comes_during_a_drain_is_told_so(rig: Rig) -> None:
+def test_whoever_comes_during_a_drain_is_told_so(rig):
     running, asked = rig.asked(ASK_A)
     drain = threading.Thread(target=rig.server.drain, args=(60.0,))
     drain.start()
@@ -280,7 +275,7 @@ def test_whoever_comes_during_a_drain_is_told_so(rig: Rig) -> None:
     drain.join()
 
 
-def test_those_who_come_during_a_drain_do_not_prolong_it(rig: Rig) -> None:
+def test_those_who_come_during_a_drain_do_not_prolong_it(rig):
     running, asked = rig.asked(ASK_A)
     drain = threading.Thread(target=rig.server.drain, args=(3600.0,))
     drain.start()
@@ -292,7 +287,7 @@ def test_those_who_come_during_a_drain_do_not_prolong_it(rig: Rig) -> None:
     assert not drain.is_alive()
 
 
-def test_an_acceptor_that_accepts_nobody_hangs(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_acceptor_that_accepts_nobody_hangs(rig, monkeypatch):
     gate, admit = threading.Event(), rig.server.admit
 
     def stuck(request: socket.socket, address: str, *, at_pages: bool) -> None:
@@ -310,9 +305,7 @@ def test_an_acceptor_that_accepts_nobody_hangs(rig: Rig, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("is_watched", [False, True], ids=["accepted", "watched"])
-def test_a_mistake_with_one_connection_ends_that_one_and_is_told(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, is_watched: bool
-) -> None:
+def test_a_mistake_with_one_connection_ends_that_one_and_is_told(rig, monkeypatch, is_watched):
     receive, wrong = client.Client.receive, []
 
     def mistaken(self: client.Client) -> bool:
@@ -339,7 +332,7 @@ def test_a_mistake_with_one_connection_ends_that_one_and_is_told(
     assert seen(lambda: len(rig.server.clients), lambda count: count == 1) == 1
 
 
-def test_a_mistake_in_accepting_pauses_that_for_a_moment(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_in_accepting_pauses_that_for_a_moment(rig, monkeypatch):
     monkeypatch.setattr(server, "SWEEP_SECONDS", 0.02)
     admit, wrong = rig.server.admit, []
 
@@ -358,19 +351,19 @@ def test_a_mistake_in_accepting_pauses_that_for_a_moment(rig: Rig, monkeypatch: 
     assert rig.get(b"/livez").status == 200
 
 
-def test_who_has_stopped_accepting_does_not_hang(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_stopped_accepting_does_not_hang(rig, monkeypatch):
     assert rig.server.drain(0.0)
     monkeypatch.setattr(server, "PULSE_SECONDS", -1.0)
     assert not rig.server.hangs
 
 
-def test_a_drain_has_an_end(rig: Rig) -> None:
+def test_a_drain_has_an_end(rig):
     rig.client().post(ASK_A)
     rig.engine.next()
     assert rig.server.drain(0.0) is False
 
 
-def test_a_client_that_leaves_within_its_request_does_no_harm(rig: Rig) -> None:
+def test_a_client_that_leaves_within_its_request_does_no_harm(rig):
     for cut in (b"GET /li", ASK_HEAD + b"Content-Length: 100\r\n\r\n{"):
         connection = rig.client()
         connection.send(cut)
@@ -379,7 +372,7 @@ def test_a_client_that_leaves_within_its_request_does_no_harm(rig: Rig) -> None:
     assert rig.get(b"/livez").status == 200
 
 
-def test_requests_are_numbered_and_harmless_ids_are_kept(rig: Rig) -> None:
+def test_requests_are_numbered_and_harmless_ids_are_kept(rig):
     connection = rig.client()
     first, second = connection.get(b"/livez"), connection.get(b"/livez")
     assert first.header(b"x-request-id") != second.header(b"x-request-id")
@@ -387,14 +380,14 @@ def test_requests_are_numbered_and_harmless_ids_are_kept(rig: Rig) -> None:
     assert connection.get(b"/livez", extra=b"X-Request-ID: a b\r\n").header(b"x-request-id") != b"a b"
 
 
-def test_who_is_stopped_before_it_began_to_accept_begins_no_more(rig: Rig) -> None:
+def test_who_is_stopped_before_it_began_to_accept_begins_no_more(rig):
     never = server.Server(server.listen("127.0.0.1", 0), rig.handler, rig.mux)
     never.shutdown()
     never.close()
     never.serve_forever()
 
 
-def test_500_clients_that_drip_do_not_hold_up_another(rig: Rig) -> None:
+def test_500_clients_that_drip_do_not_hold_up_another(rig):
     rig.engine.answer = lambda _: JSON_OK
     slow = [rig.client() for _ in range(500)]
     for number, connection in enumerate(slow):
@@ -408,27 +401,23 @@ def test_500_clients_that_drip_do_not_hold_up_another(rig: Rig) -> None:
     assert slow[1].read().body == b"ok\n"
 
 
-def test_a_form_without_files_reaches_the_engine_with_its_own_name_for_the_model(
-    make_rig: Callable[..., Rig],
-) -> None:
+def test_a_form_without_files_reaches_the_engine_with_its_own_name_for_the_model(make_rig):
     rig = make_rig(backends=(Backend("a", "a", gpus=("0",), served_model="inside & out"),))
     asked = rig.passes(b"language=en&model=a&prompt=x%20y", b"/v1/audio/transcriptions", type=FORM)
     assert asked.body == b"language=en&model=inside%20%26%20out&prompt=x%20y"
 
 
-def test_an_engine_is_asked_for_answers_that_can_be_read(rig: Rig) -> None:
+def test_an_engine_is_asked_for_answers_that_can_be_read(rig):
     asked = rig.passes(extra=b"Accept-Encoding: gzip, br\r\n")
     assert asked.head.lower().count(b"accept-encoding: identity\r\n") == 1
     assert b"gzip" not in asked.head
 
 
-def test_json_is_no_form(rig: Rig) -> None:
+def test_json_is_no_form(rig):
     assert rig.ask(ASK_A, b"/v1/audio/transcriptions", type=FORM).status == 415
 
 
-def test_the_end_of_a_thread_is_a_problem_that_healthz_and_readyz_tell(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_a_thread_is_a_problem_that_healthz_and_readyz_tell(rig, monkeypatch):
     monkeypatch.setitem(clock._mistakes, "scheduler", "ended: OverflowError")
     client = rig.client()
     health = client.get(b"/healthz")

@@ -1,12 +1,9 @@
 """Clients that take nothing of what waits for them: whoever sends to them, their leases end by one rule."""
 
-from __future__ import annotations
-
 import json
 import select
 import socket
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -71,9 +68,7 @@ WAYS = (stream, translated_stream, translated_answer, websocket)
 
 
 @pytest.mark.parametrize("begin", WAYS, ids=[way.__name__ for way in WAYS])
-def test_the_lease_of_a_client_that_takes_nothing_ends_while_a_swap_waits_for_it(
-    make_rig: Callable[..., Rig], begin: Callable[[Rig], RawClient]
-) -> None:
+def test_the_lease_of_a_client_that_takes_nothing_ends_while_a_swap_waits_for_it(make_rig, begin):
     rig = make_rig(client_timeout=0.1, drain_timeout=1e6)
     rig.other.answer = lambda _: JSON_OK
     begin(rig)
@@ -92,9 +87,7 @@ def whole_answer(rig: Rig) -> RawClient:
 
 
 @pytest.mark.parametrize("begin", [whole_answer, translated_answer])
-def test_a_slow_reader_of_an_answer_that_the_engine_has_given_holds_up_no_swap(
-    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, begin: Callable[[Rig], RawClient]
-) -> None:
+def test_a_slow_reader_of_an_answer_that_the_engine_has_given_holds_up_no_swap(make_rig, monkeypatch, begin):
     monkeypatch.setattr(exchange, "WHOLE", LARGE)
     rig = make_rig(client_timeout=1e6, drain_timeout=1e6)
     rig.other.answer = lambda _: JSON_OK
@@ -115,7 +108,7 @@ def fill(near: socket.socket) -> int:
     return sent
 
 
-def test_a_stream_ends_with_its_engine_whatever_its_client_has_not_taken() -> None:
+def test_a_stream_ends_with_its_engine_whatever_its_client_has_not_taken():
     engine, upstream = socket.socketpair()
     near, far = socket.socketpair()
     with engine, upstream, near, far:
@@ -132,7 +125,7 @@ def test_a_stream_ends_with_its_engine_whatever_its_client_has_not_taken() -> No
         assert (last.end, last.pending) == (pump.End.COMPLETE, said)
 
 
-def test_an_engine_that_is_slow_is_no_stalled_client() -> None:
+def test_an_engine_that_is_slow_is_no_stalled_client():
     engine, upstream = socket.socketpair()
     near, far = socket.socketpair()
     moved = pump.Pump(silence_timeout=1e6, client_timeout=0.0)
@@ -149,7 +142,7 @@ def test_an_engine_that_is_slow_is_no_stalled_client() -> None:
         end.close()
 
 
-def test_a_client_that_takes_a_little_now_and_then_is_waited_for() -> None:
+def test_a_client_that_takes_a_little_now_and_then_is_waited_for():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         far = socket.create_connection(listener.getsockname(), GUARD)
         near, _ = listener.accept()

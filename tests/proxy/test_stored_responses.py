@@ -1,10 +1,8 @@
 """Answers that engines keep: who goes on from one, or asks for it again, reaches the engine that has it."""
 
-from __future__ import annotations
-
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -45,13 +43,13 @@ def first_answer(rig: Rig, id: str = "resp_1") -> FakeEngine:
     return rig.engine
 
 
-def test_a_question_that_goes_on_from_an_answer_reaches_the_replica_that_has_it(rig: Rig) -> None:
+def test_a_question_that_goes_on_from_an_answer_reaches_the_replica_that_has_it(rig):
     first_answer(rig)
     for id, previous in (("resp_2", "resp_1"), ("resp_3", "resp_2"), ("resp_4", "resp_1")):
         answer(ask(rig, previous), rig.engine, id)
 
 
-def test_it_does_so_also_while_the_other_replica_has_nothing_to_do(rig: Rig) -> None:
+def test_it_does_so_also_while_the_other_replica_has_nothing_to_do(rig):
     first_answer(rig)
     busy = [ask(rig, "resp_1") for _ in range(3)]
     for _ in busy:
@@ -59,7 +57,7 @@ def test_it_does_so_also_while_the_other_replica_has_nothing_to_do(rig: Rig) -> 
     assert [client.read().status for client in busy] == [200] * 3
 
 
-def test_it_waits_while_that_replica_has_as_many_requests_as_it_takes() -> None:
+def test_it_waits_while_that_replica_has_as_many_requests_as_it_takes():
     rig = fleet("round_robin", concurrency=1)
     try:
         first_answer(rig)
@@ -75,7 +73,7 @@ def test_it_waits_while_that_replica_has_as_many_requests_as_it_takes() -> None:
         rig.close()
 
 
-def test_an_answer_that_was_streamed_is_known_by_its_first_event(rig: Rig) -> None:
+def test_an_answer_that_was_streamed_is_known_by_its_first_event(rig):
     client, asked = rig.asked(b'{"model":"m","input":"hi","stream":true}', b"/v1/responses")
     asked.send(SSE_HEAD, chunk(b": waits\n"), chunk(CREATED[:30]))
     asked.send(chunk(CREATED[30:]))
@@ -86,7 +84,7 @@ def test_an_answer_that_was_streamed_is_known_by_its_first_event(rig: Rig) -> No
 
 
 @pytest.mark.parametrize("method", [b"GET", b"DELETE"])
-def test_an_answer_is_fetched_and_deleted_where_it_is(rig: Rig, method: bytes) -> None:
+def test_an_answer_is_fetched_and_deleted_where_it_is(rig, method):
     engine = first_answer(rig)
     said = b'{"id":"resp_1"}'
     heard = engine.answers(answer_of(said))
@@ -94,7 +92,7 @@ def test_an_answer_is_fetched_and_deleted_where_it_is(rig: Rig, method: bytes) -
     assert heard[0].head.startswith(b"%b /v1/responses/resp_1?include=x HTTP/1.1\r\n" % method)
 
 
-def test_a_body_that_comes_with_the_question_for_an_answer_is_announced(rig: Rig) -> None:
+def test_a_body_that_comes_with_the_question_for_an_answer_is_announced(rig):
     engine = first_answer(rig)
     client, body = rig.client(), b'{"x":1}'
     head = b"GET /v1/responses/resp_1 HTTP/1.1\r\nHost: %b\r\nContent-Length: %d\r\n\r\n"
@@ -106,7 +104,7 @@ def test_a_body_that_comes_with_the_question_for_an_answer_is_announced(rig: Rig
     assert engine.asked.empty()
 
 
-def test_an_answer_that_nobody_gave_or_whose_engine_is_gone_is_not_found_and_loads_nothing(rig: Rig) -> None:
+def test_an_answer_that_nobody_gave_or_whose_engine_is_gone_is_not_found_and_loads_nothing(rig):
     assert rig.get(b"/v1/responses/resp_9").status == 404
     first_answer(rig)
     rig.mux.facts.unload("m")
@@ -115,7 +113,7 @@ def test_an_answer_that_nobody_gave_or_whose_engine_is_gone_is_not_found_and_loa
     assert rig.events.of("loading") == []
 
 
-def test_an_answer_is_found_by_the_key_that_asked_for_it_alone(make_rig: Callable[..., Rig]) -> None:
+def test_an_answer_is_found_by_the_key_that_asked_for_it_alone(make_rig):
     ring = keyring("first-secret-key;second-secret-key")
     rig = make_rig(keys=ring, backends=(Backend("a", "m", ("0",)), Backend("b", "b", ("0",))))
     own, other = shows("first-secret-key"), shows("second-secret-key")
@@ -138,9 +136,7 @@ def test_an_answer_is_found_by_the_key_that_asked_for_it_alone(make_rig: Callabl
         (b"/v1/responses", b'{"model":"m","previous_response_id":"resp_2"}', 200),
     ],
 )
-def test_nobody_goes_on_from_the_answer_to_another_key(
-    make_rig: Callable[..., Rig], path: bytes, body: bytes, status: int
-) -> None:
+def test_nobody_goes_on_from_the_answer_to_another_key(make_rig, path, body, status):
     ring = keyring("first-secret-key;second-secret-key")
     rig = make_rig(keys=ring, backends=(Backend("a", "m", ("0",)), Backend("b", "b", ("0",))))
     answer(ask(rig, extra=shows("first-secret-key")), rig.engine, "resp_1")
@@ -151,9 +147,7 @@ def test_nobody_goes_on_from_the_answer_to_another_key(
 
 
 @pytest.mark.parametrize(("line", "status"), [("requests=9 name=x", 200), ("models=m", 404)])
-def test_another_limit_takes_no_answer_from_a_key_and_other_rights_do(
-    make_rig: Callable[..., Rig], line: str, status: int
-) -> None:
+def test_another_limit_takes_no_answer_from_a_key_and_other_rights_do(make_rig, line, status):
     rig = make_rig(keys=keyring("first-secret-key"), backends=(Backend("a", "m", ("0",)),))
     own = shows("first-secret-key")
     answer(ask(rig, extra=own), rig.engine, "resp_1")
@@ -162,9 +156,7 @@ def test_another_limit_takes_no_answer_from_a_key_and_other_rights_do(
     assert rig.get(b"/v1/responses/resp_1", extra=own).status == status
 
 
-def test_an_answer_without_a_length_is_known_though_its_body_comes_behind_its_head(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_without_a_length_is_known_though_its_body_comes_behind_its_head(rig, monkeypatch):
     client, asked = rig.asked(b'{"model":"m","input":"hi"}', b"/v1/responses")
     head_was_read, parse = threading.Event(), http1.parse_response
 
@@ -193,12 +185,12 @@ def test_an_answer_without_a_length_is_known_though_its_body_comes_behind_its_he
         ("PUT", "/v1/responses/resp_1", None),
     ],
 )
-def test_the_routes_of_an_answer(method: str, path: str, found: str | None) -> None:
+def test_the_routes_of_an_answer(method, path, found):
     route = api.match(method, path)
     assert (route.path if route else None) == found
 
 
-def test_ids_are_read_where_they_stand_and_not_in_what_somebody_wrote() -> None:
+def test_ids_are_read_where_they_stand_and_not_in_what_somebody_wrote():
     assert question.answer_id(b'{"id": "resp_a-1","x":"\\"id\\":\\"resp_no\\""}') == "resp_a-1"
     assert question.answer_id(b'{"text":"\\"id\\":\\"resp_no\\""}') == ""
     for body, previous in (
@@ -209,7 +201,7 @@ def test_ids_are_read_where_they_stand_and_not_in_what_somebody_wrote() -> None:
         assert naming.string_of(body, "previous_response_id") == previous
 
 
-def test_the_oldest_answers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_answers_are_forgotten(monkeypatch):
     monkeypatch.setattr(question, "MOST_ANSWERS", 2)
     kept = StoredResponses()
     for number in range(3):
@@ -229,5 +221,5 @@ def test_the_oldest_answers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> No
         (b"x" * 70_000, True),
     ],
 )
-def test_a_stream_is_held_back_no_longer_than_its_first_event(events: bytes, enough: bool) -> None:
+def test_a_stream_is_held_back_no_longer_than_its_first_event(events, enough):
     assert question.has_answer_id(events) is enough

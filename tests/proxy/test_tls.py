@@ -1,7 +1,5 @@
 """TLS: the same front behind an encrypted connection."""
 
-from __future__ import annotations
-
 import select
 import shutil
 import signal
@@ -60,7 +58,7 @@ def connect(rig: Rig, files: tuple[str, str]) -> Callable[[], RawClient]:
     return make
 
 
-def test_requests_are_answered_one_after_another(rig: Rig, connect: Callable[[], RawClient]) -> None:
+def test_requests_are_answered_one_after_another(rig, connect):
     rig.engine.answer = lambda _: JSON_OK
     client = connect()
     for _ in range(3):
@@ -69,7 +67,7 @@ def test_requests_are_answered_one_after_another(rig: Rig, connect: Callable[[],
     assert rig.events.record().client == "127.0.0.1"
 
 
-def test_a_stream_arrives_event_by_event(rig: Rig, connect: Callable[[], RawClient]) -> None:
+def test_a_stream_arrives_event_by_event(rig, connect):
     client = connect()
     client.post(b'{"model":"a","stream":true}')
     asked = rig.engine.next()
@@ -80,7 +78,7 @@ def test_a_stream_arrives_event_by_event(rig: Rig, connect: Callable[[], RawClie
     client.read_until(b"0\r\n\r\n")
 
 
-def test_large_bodies_pass_both_ways(rig: Rig, connect: Callable[[], RawClient]) -> None:
+def test_large_bodies_pass_both_ways(rig, connect):
     client = connect()
     large = b"x" * 5_000_000
     sending = threading.Thread(target=client.post, args=(b'{"model":"a","x":"%b"}' % large,))
@@ -95,7 +93,7 @@ def test_large_bodies_pass_both_ways(rig: Rig, connect: Callable[[], RawClient])
     answering.join(GUARD)
 
 
-def test_a_client_that_leaves_ends_the_engines_work(rig: Rig, connect: Callable[[], RawClient]) -> None:
+def test_a_client_that_leaves_ends_the_engines_work(rig, connect):
     client = connect()
     asked = rig.streams(client)
     client.leave()
@@ -103,7 +101,7 @@ def test_a_client_that_leaves_ends_the_engines_work(rig: Rig, connect: Callable[
     assert rig.events.record().code == "client_gone"
 
 
-def test_a_stream_that_breaks_off_is_cut_here_too(rig: Rig, connect: Callable[[], RawClient]) -> None:
+def test_a_stream_that_breaks_off_is_cut_here_too(rig, connect):
     client = connect()
     asked = rig.streams(client)
     asked.close()
@@ -114,36 +112,32 @@ def test_a_stream_that_breaks_off_is_cut_here_too(rig: Rig, connect: Callable[[]
 AUDIO = b'POST /v1/audio/speech HTTP/1.0\r\nContent-Length: 13\r\n\r\n{"model":"a"}'
 
 
-def test_a_client_that_takes_no_chunks_sees_that_an_answer_broke_off(
-    rig: Rig, connect: Callable[[], RawClient]
-) -> None:
+def test_a_client_that_takes_no_chunks_sees_that_an_answer_broke_off(rig, connect):
     client = connect()
     client.send(AUDIO)
     asked = rig.engine.next()
     head = b"HTTP/1.1 200 OK\r\nContent-Type: audio/wav\r\nTransfer-Encoding: chunked\r\n\r\n"
     asked.send(head, chunk(b"a wave"))
     client.read_until(b"a wave")
-    client.socket.suppress_ragged_eofs = False  # type: ignore[attr-defined]
+    client.socket.suppress_ragged_eofs = False
     asked.close()
     with pytest.raises(OSError, match=r"reset|EOF occurred in violation of protocol"):
         client.rest()
 
 
-def test_a_whole_answer_without_a_length_ends_as_tls_ends(rig: Rig, connect: Callable[[], RawClient]) -> None:
+def test_a_whole_answer_without_a_length_ends_as_tls_ends(rig, connect):
     client = connect()
     client.send(AUDIO)
     rig.engine.next().send(
         b"HTTP/1.1 200 OK\r\nContent-Type: audio/wav\r\nTransfer-Encoding: chunked\r\n\r\n",
         chunk(b"a wave") + chunk(b""),
     )
-    client.socket.suppress_ragged_eofs = False  # type: ignore[attr-defined]
+    client.socket.suppress_ragged_eofs = False
     assert client.rest().endswith(b"a wave")
 
 
 @pytest.mark.parametrize("end", ["close_notify", "FIN", "RST"])
-def test_a_server_elsewhere_that_does_not_end_tls_has_given_no_whole_answer(
-    files: tuple[str, str], end: str
-) -> None:
+def test_a_server_elsewhere_that_does_not_end_tls_has_given_no_whole_answer(files, end):
     ours, theirs = socket.socketpair()
     with ThreadPoolExecutor() as pool:
         begun = pool.submit(connections.begun, ours, trust(files[0]), "localhost", GUARD)
@@ -171,9 +165,7 @@ def test_a_server_elsewhere_that_does_not_end_tls_has_given_no_whole_answer(
             ended.result(GUARD).close()
 
 
-def test_who_does_not_speak_tls_is_let_go_and_others_are_served(
-    rig: Rig, connect: Callable[[], RawClient]
-) -> None:
+def test_who_does_not_speak_tls_is_let_go_and_others_are_served(rig, connect):
     plain = rig.client()
     plain.send(ASK_LIVEZ)
     with suppress(ConnectionResetError):
@@ -182,18 +174,14 @@ def test_who_does_not_speak_tls_is_let_go_and_others_are_served(
     assert connect().get(b"/livez").status == 200
 
 
-def test_who_begins_and_says_nothing_is_not_waited_for_long(
-    rig: Rig, connect: Callable[[], RawClient], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_begins_and_says_nothing_is_not_waited_for_long(rig, connect, monkeypatch):
     monkeypatch.setattr(connections, "HANDSHAKE_SECONDS", 0.05)
     begun = rig.client()
     begun.send(b"\x16\x03\x01\x02\x00\x01")
     assert begun.is_closed()
 
 
-def test_who_has_not_begun_is_a_connection_and_holds_no_thread(
-    make_rig: Callable[..., Rig], files: tuple[str, str]
-) -> None:
+def test_who_has_not_begun_is_a_connection_and_holds_no_thread(make_rig, files):
     rig = make_rig(tls=connections.build_context(*files), max_connections=3)
     before = threading.enumerate()
     silent = [rig.client() for _ in range(3)]
@@ -204,7 +192,7 @@ def test_who_has_not_begun_is_a_connection_and_holds_no_thread(
     assert seen(lambda: len(rig.server.clients), lambda count: count == 2) == 2
 
 
-def test_old_versions_are_refused(rig: Rig) -> None:
+def test_old_versions_are_refused(rig):
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     old.check_hostname, old.verify_mode = False, ssl.CERT_NONE
     with pytest.warns(DeprecationWarning, match="TLSv1_1"):
@@ -213,14 +201,14 @@ def test_old_versions_are_refused(rig: Rig) -> None:
         old.wrap_socket(raw)
 
 
-def test_a_drain_ends_idle_connections(rig: Rig, connect: Callable[[], RawClient]) -> None:
+def test_a_drain_ends_idle_connections(rig, connect):
     client = connect()
     assert client.get(b"/livez").status == 200
     assert rig.server.drain(GUARD)
     assert client.is_closed()
 
 
-def test_files_that_do_not_serve_are_a_problem(tmp_path: Path, files: tuple[str, str]) -> None:
+def test_files_that_do_not_serve_are_a_problem(tmp_path, files):
     with pytest.raises(ConfigError, match="tls_cert"):
         tls_context(Config((), tls_cert=str(tmp_path / "none"), tls_key=files[1]))
     with pytest.raises(ConfigError, match="cannot be used"):
@@ -228,7 +216,7 @@ def test_files_that_do_not_serve_are_a_problem(tmp_path: Path, files: tuple[str,
     assert tls_context(Config(())) is None
 
 
-def test_a_reload_shows_a_renewed_certificate_to_whoever_connects_then(state: Path) -> None:
+def test_a_reload_shows_a_renewed_certificate_to_whoever_connects_then(state):
     cert, key = make_certificate(state)
     file = compose(state, "a", tls_cert=cert, tls_key=key)
     running = begin(file, "--on-exit", "stop", state=state)

@@ -1,7 +1,5 @@
 """The engine itself: websockets, and what may be asked of it below /upstream/."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Callable
@@ -63,7 +61,7 @@ def good_bye_in(got: bytes) -> tuple[int, str]:
 # Websockets
 
 
-def test_a_websocket_reaches_the_engine_as_it_was_asked_for(rig: Rig) -> None:
+def test_a_websocket_reaches_the_engine_as_it_was_asked_for(rig):
     client = open_websocket(rig)
     asked = rig.engine.next()
     head = asked.head.lower()
@@ -90,9 +88,7 @@ def test_a_websocket_reaches_the_engine_as_it_was_asked_for(rig: Rig) -> None:
         ("model=b-inside", "model=b-inside"),
     ],
 )
-def test_the_engine_is_asked_for_its_model_by_the_name_that_it_knows(
-    make_rig: Callable[..., Rig], query: str, known_as: str
-) -> None:
+def test_the_engine_is_asked_for_its_model_by_the_name_that_it_knows(make_rig, query, known_as):
     named = Backend("b", "org/b", gpus=("0",), served_model="b-inside", aliases=("other name", "b-inside"))
     rig = make_rig(backends=(BACKENDS[0], named))
     rig.client().send(b"GET /v1/realtime?%b HTTP/1.1\r\nHost: localhost\r\n%b\r\n" % (query.encode(), WISH))
@@ -100,7 +96,7 @@ def test_the_engine_is_asked_for_its_model_by_the_name_that_it_knows(
     assert asked.head.startswith(b"GET /v1/realtime?%b HTTP/1.1\r\n" % known_as.encode())
 
 
-def test_bytes_pass_both_ways_until_a_side_closes(rig: Rig) -> None:
+def test_bytes_pass_both_ways_until_a_side_closes(rig):
     client, asked = switch(rig, b"first")
     assert client.read_until(b"first") == b"first"
     client.send(b"GET /not-http HTTP/1.1\r\n\r\n")
@@ -113,7 +109,7 @@ def test_bytes_pass_both_ways_until_a_side_closes(rig: Rig) -> None:
     assert (record.status, record.model, record.path) == (101, "a", "/v1/realtime")
 
 
-def test_more_than_a_side_takes_at_once_arrives_whole(rig: Rig) -> None:
+def test_more_than_a_side_takes_at_once_arrives_whole(rig):
     client, asked = switch(rig)
     large = bytes(range(256)) * 40_000
     sending = threading.Thread(target=asked.send, args=(large,))
@@ -125,7 +121,7 @@ def test_more_than_a_side_takes_at_once_arrives_whole(rig: Rig) -> None:
     assert got == large
 
 
-def test_an_engine_that_says_good_bye_has_said_all(rig: Rig) -> None:
+def test_an_engine_that_says_good_bye_has_said_all(rig):
     client, asked = switch(rig)
     asked.send(b"\x81\x02hi\x88\x02\x03\xe8")
     asked.close()
@@ -134,7 +130,7 @@ def test_an_engine_that_says_good_bye_has_said_all(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("end", ["close", "reset"])
-def test_the_client_of_an_engine_that_dies_is_told(rig: Rig, end: str) -> None:
+def test_the_client_of_an_engine_that_dies_is_told(rig, end):
     client, asked = switch(rig, b"\x81\x02")
     asked.send(b"hi")
     assert client.read_until(b"hi")
@@ -150,14 +146,14 @@ def test_the_client_of_an_engine_that_dies_is_told(rig: Rig, end: str) -> None:
         *(b"\x82\x7f" + bytes(5) + b"\x01\x00\x00hi", b"\x81\x00\x01\x01", b"\x88\x02\x03"),
     ],
 )
-def test_nothing_is_said_within_a_frame_that_broke_off(rig: Rig, begun: bytes) -> None:
+def test_nothing_is_said_within_a_frame_that_broke_off(rig, begun):
     client, asked = switch(rig)
     asked.send(begun)
     asked.close()
     assert client.rest() == begun
 
 
-def test_a_websocket_ends_when_its_key_is_taken_back_and_not_before(make_rig: Callable[..., Rig]) -> None:
+def test_a_websocket_ends_when_its_key_is_taken_back_and_not_before(make_rig):
     rig = make_rig(keys=keyring(KEYS))
     client = open_websocket(rig, extra=shows(OWN))
     asked = rig.engine.next()
@@ -173,7 +169,7 @@ def test_a_websocket_ends_when_its_key_is_taken_back_and_not_before(make_rig: Ca
 
 
 @pytest.mark.parametrize("size", [0, 125, 126, 65535, 65536, 200_000])
-def test_frames_of_all_sizes_are_followed(rig: Rig, size: int) -> None:
+def test_frames_of_all_sizes_are_followed(rig, size):
     client, asked = switch(rig)
     many = frame(bytes(size)) * 2 + b"\x89\x00" + frame(b"x")
     asked.send(many)
@@ -183,7 +179,7 @@ def test_frames_of_all_sizes_are_followed(rig: Rig, size: int) -> None:
     assert good_bye_in(got[len(many) :])[0] == 1011
 
 
-def test_an_open_websocket_is_a_lease_and_is_severed_with_it(make_rig: Callable[..., Rig]) -> None:
+def test_an_open_websocket_is_a_lease_and_is_severed_with_it(make_rig):
     rig = make_rig(drain_timeout=0.0)
     rig.other.answer = lambda _: JSON_OK
     client, asked = switch(rig)
@@ -194,7 +190,7 @@ def test_an_open_websocket_is_a_lease_and_is_severed_with_it(make_rig: Callable[
     assert {rig.events.record(1).code, rig.events.record(2).code} == {"", "severed"}
 
 
-def test_the_client_of_a_websocket_leaves_though_its_engine_takes_nothing() -> None:
+def test_the_client_of_a_websocket_leaves_though_its_engine_takes_nothing():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = socket.create_connection(listener.getsockname(), GUARD)
         near, _ = listener.accept()
@@ -218,33 +214,33 @@ def test_the_client_of_a_websocket_leaves_though_its_engine_takes_nothing() -> N
         assert [each.by for each in ended] == ["client"]
 
 
-def test_a_silent_websocket_is_given_up(make_rig: Callable[..., Rig]) -> None:
+def test_a_silent_websocket_is_given_up(make_rig):
     rig = make_rig(upstream_timeout=0.2)
     client, asked = switch(rig)
     assert good_bye_in(client.rest()) == (1011, "Both sides were silent for 0.2 s.")
     assert asked.was_left()
 
 
-def test_an_engine_that_does_not_switch_is_told_as_it_answered(rig: Rig) -> None:
+def test_an_engine_that_does_not_switch_is_told_as_it_answered(rig):
     client = open_websocket(rig)
     rig.engine.next().send(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 2\r\n\r\nno")
     answer = client.read()
     assert (answer.status, answer.body) == (403, b"no")
 
 
-def test_without_the_wish_to_switch_nothing_is_loaded(rig: Rig) -> None:
+def test_without_the_wish_to_switch_nothing_is_loaded(rig):
     answer = rig.get(b"/v1/realtime?model=a")
     assert (answer.status, answer.header(b"upgrade")) == (426, b"websocket")
     assert answer.header(b"connection") == b"Upgrade"
     assert not rig.events.of("queued")
 
 
-def test_another_sites_page_cannot_open_a_websocket(rig: Rig) -> None:
+def test_another_sites_page_cannot_open_a_websocket(rig):
     client = open_websocket(rig, extra=b"Origin: http://evil.example\r\n")
     assert client.read().status == 403
 
 
-def test_an_unknown_model_has_no_websocket(rig: Rig) -> None:
+def test_an_unknown_model_has_no_websocket(rig):
     assert open_websocket(rig, b"nobody").read().status == 404
 
 
@@ -264,14 +260,14 @@ VLLM = [replace(backend, engine="vllm", upstream=("/docs", "/sdapi/", "/sleep"))
 
 
 @pytest.mark.parametrize("prefix", [b"/upstream/org/b", b"/upstream/org%2Fb"])
-def test_a_post_reaches_the_engine_as_it_is(open_rig: Rig, prefix: bytes) -> None:
+def test_a_post_reaches_the_engine_as_it_is(open_rig, prefix):
     asked = open_rig.passes(b'{"model":"x"}', prefix + b"/tokenize?y=1", engine=open_rig.other)
     assert asked.head.startswith(b"POST /tokenize?y=1 HTTP/1.1\r\n")
     assert asked.body == b'{"model":"x"}'
 
 
 @pytest.mark.parametrize("path", [b"/version", b"/metrics", b"/docs", b"/sdapi/v1/options", b"/props"])
-def test_a_get_reaches_a_loaded_engine_and_loads_none(open_rig: Rig, path: bytes) -> None:
+def test_a_get_reaches_a_loaded_engine_and_loads_none(open_rig, path):
     client = open_rig.client()
     answer = client.get(b"/upstream/alias" + path)
     assert answer.status == 409
@@ -284,7 +280,7 @@ def test_a_get_reaches_a_loaded_engine_and_loads_none(open_rig: Rig, path: bytes
 HIDDEN = b"POST /sleep?level=2 HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
 
 
-def test_the_body_of_a_get_is_announced_to_the_engine_and_no_request_hides_in_it(open_rig: Rig) -> None:
+def test_the_body_of_a_get_is_announced_to_the_engine_and_no_request_hides_in_it(open_rig):
     client, engine = open_rig.client(), open_rig.engine
     assert client.ask(b'{"model":"a"}', path=b"/models/load?wait=true").status == 200
     head = b"GET /upstream/a/version HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
@@ -322,9 +318,7 @@ def test_the_body_of_a_get_is_announced_to_the_engine_and_no_request_hides_in_it
         (b"GET", b"/"),
     ],
 )
-def test_what_is_not_listed_of_an_engine_is_not_there_where_there_are_keys(
-    make_rig: Callable[..., Rig], method: bytes, path: bytes
-) -> None:
+def test_what_is_not_listed_of_an_engine_is_not_there_where_there_are_keys(make_rig, method, path):
     rig = make_rig(backends=tuple(VLLM), keys=keyring(KEYS))
     answer = rig.get(b"/upstream/a" + path, method, shows(ADMIN))
     assert answer.status == 404
@@ -344,9 +338,7 @@ def test_what_is_not_listed_of_an_engine_is_not_there_where_there_are_keys(
         (b"/upstream/org%2Fc/v1/chat/completions", "org/c"),
     ],
 )
-def test_a_model_below_upstream_that_does_not_exist_is_told_with_the_known_ones(
-    open_rig: Rig, path: bytes, named: str
-) -> None:
+def test_a_model_below_upstream_that_does_not_exist_is_told_with_the_known_ones(open_rig, path, named):
     answer = open_rig.ask(b"{}", path=path)
     error = answer.error
     assert (answer.status, error["code"]) == (404, "model_not_found")
@@ -355,12 +347,12 @@ def test_a_model_below_upstream_that_does_not_exist_is_told_with_the_known_ones(
 
 
 @pytest.mark.parametrize("path", [b"/upstream/", b"/upstream//v1/models"])
-def test_a_path_below_upstream_that_names_no_model_is_not_there(open_rig: Rig, path: bytes) -> None:
+def test_a_path_below_upstream_that_names_no_model_is_not_there(open_rig, path):
     answer = open_rig.get(path)
     assert (answer.status, answer.code) == (404, "not_found")
 
 
-def test_the_longest_model_is_meant() -> None:
+def test_the_longest_model_is_meant():
     assert list(api.upstream("/upstream/a/b/docs")) == [("a/b/docs", ""), ("a/b", "/docs"), ("a", "/b/docs")]
     assert list(api.upstream("/upstream/a/b/")) == [("a/b/", ""), ("a/b", "/"), ("a", "/b/")]
     assert list(api.upstream("/upstream/a//b")) == [("a//b", ""), ("a/", "/b")]
@@ -370,9 +362,7 @@ def test_the_longest_model_is_meant() -> None:
 @pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/completions", b"/tokenize", b"/some/path"])
 @pytest.mark.parametrize("named", [b"a", b"gpt-4o", b"x/y"])
 @pytest.mark.parametrize("key", [b"", b"x-api-key: key-of-alice\r\n"])
-def test_an_alias_that_is_a_pattern_fits_no_part_of_the_path_behind_it(
-    make_rig: Callable[..., Rig], key: bytes, named: bytes, path: bytes
-) -> None:
+def test_an_alias_that_is_a_pattern_fits_no_part_of_the_path_behind_it(make_rig, key, named, path):
     a = Backend("a", "a", ("0",), aliases=("gpt-*", "x/*", "a*"), upstream=("/some/path",))
     rig = make_rig(keys=keyring(KEYS) if key else None, backends=(a, BACKENDS[1]))
     asked = rig.engine.answers()
@@ -380,9 +370,7 @@ def test_an_alias_that_is_a_pattern_fits_no_part_of_the_path_behind_it(
     assert asked[0].head.startswith(b"POST %b HTTP/1.1\r\n" % path)
 
 
-def test_behind_a_name_that_its_key_may_not_use_no_pattern_is_looked_for(
-    make_rig: Callable[..., Rig],
-) -> None:
+def test_behind_a_name_that_its_key_may_not_use_no_pattern_is_looked_for(make_rig):
     a = Backend("a", "a", ("0",), aliases=("*",))
     rig = make_rig(keys=keyring(KEYS), backends=(a, Backend("b", "b", ("0",))))
     assert rig.ask(b"{}", b"/upstream/b" + CHAT, shows(OWN)).status == 404
@@ -455,47 +443,37 @@ OTHER_READINGS = [
 
 @pytest.mark.parametrize(("body", "path", "kind"), OTHERS)
 @pytest.mark.parametrize("key", [OWN, ALL])
-def test_nothing_below_upstream_names_another_model_of_the_same_server(
-    shared_server: Rig, key: str, body: bytes, path: bytes, kind: bytes
-) -> None:
+def test_nothing_below_upstream_names_another_model_of_the_same_server(shared_server, key, body, path, kind):
     assert post_upstream(shared_server, key, body, path, kind) == (404, "model_not_found")
 
 
 @pytest.mark.parametrize("body", [b'{"model":"a-inside"}', b'{"model":"tuned-inside"}', b"{}", b""])
-def test_a_models_own_names_and_adapters_may_be_named_below_upstream(shared_server: Rig, body: bytes) -> None:
+def test_a_models_own_names_and_adapters_may_be_named_below_upstream(shared_server, body):
     assert post_upstream(shared_server, OWN, body, CHAT)[0] == 200
 
 
 @pytest.mark.parametrize(("body", "path", "kind"), OTHER_READINGS)
-def test_what_only_some_servers_read_as_a_model_is_refused(
-    shared_server: Rig, body: bytes, path: bytes, kind: bytes
-) -> None:
+def test_what_only_some_servers_read_as_a_model_is_refused(shared_server, body, path, kind):
     assert post_upstream(shared_server, ALL, body, path, kind) == (400, "bad_request")
 
 
 @pytest.mark.parametrize(("body", "path", "kind"), OTHERS)
-def test_an_admin_asks_below_upstream_for_what_the_server_has(
-    shared_server: Rig, body: bytes, path: bytes, kind: bytes
-) -> None:
+def test_an_admin_asks_below_upstream_for_what_the_server_has(shared_server, body, path, kind):
     assert post_upstream(shared_server, ADMIN, body, path, kind)[0] == 200
 
 
 @pytest.mark.parametrize("body", [b"model=o1-pro", b"[]", b'{"model":'])
-def test_a_body_that_names_no_model_that_can_be_read_is_refused_below_upstream(
-    shared_server: Rig, body: bytes
-) -> None:
+def test_a_body_that_names_no_model_that_can_be_read_is_refused_below_upstream(shared_server, body):
     assert post_upstream(shared_server, OWN, body, CHAT)[0] == 400
 
 
-def test_a_key_for_a_preset_does_not_reach_its_model_below_upstream(shared_server: Rig) -> None:
+def test_a_key_for_a_preset_does_not_reach_its_model_below_upstream(shared_server):
     for name, status in ((b"fast", 403), (b"a", 404)):
         answer = shared_server.ask(b'{"model":"a-inside"}', b"/upstream/" + name + CHAT, shows(FAST))
         assert answer.status == status
 
 
-def test_models_of_one_server_elsewhere_may_be_named_by_who_may_use_them(
-    make_rig: Callable[..., Rig],
-) -> None:
+def test_models_of_one_server_elsewhere_may_be_named_by_who_may_use_them(make_rig):
     site = {"url": "https://there.example/v1", "api_key_env": "KEY"}
     backends = (
         Backend("a", "a", **site, served_model="cheap"),
@@ -508,16 +486,14 @@ def test_models_of_one_server_elsewhere_may_be_named_by_who_may_use_them(
 
 
 @pytest.mark.parametrize("body", MORE)
-def test_no_further_models_are_named_to_a_server_by_a_key_for_some(shared_server: Rig, body: bytes) -> None:
+def test_no_further_models_are_named_to_a_server_by_a_key_for_some(shared_server, body):
     assert post_upstream(shared_server, OWN, body, CHAT)[0] == 403
     assert post_upstream(shared_server, ADMIN, body, CHAT)[0] == 200
 
 
 @pytest.mark.parametrize("path", [CHAT, b"/openai/deployments/a/chat/completions"])
 @pytest.mark.parametrize("body", MORE)
-def test_no_further_models_are_named_where_there_are_servers_elsewhere(
-    make_rig: Callable[..., Rig], body: bytes, path: bytes
-) -> None:
+def test_no_further_models_are_named_where_there_are_servers_elsewhere(make_rig, body, path):
     there = Backend("c", "c", url="https://there.example/v1", engine="openai")
     for backends, status in ((BACKENDS, 200), ((*BACKENDS, there), 403)):
         rig = make_rig(keys=keyring(KEYS), backends=backends)
@@ -545,14 +521,8 @@ OLD_SESSION = b'{"model":"%b","input_audio_transcription":{"model":"%b"}}'
     [(SESSION, b"client_secrets"), (OLD_SESSION, b"sessions"), (BOTH, b"sessions")],
 )
 def test_what_a_session_names_beside_its_model_is_checked_at_servers_elsewhere(
-    make_rig: Callable[..., Rig],
-    session: bytes,
-    path: bytes,
-    key: str,
-    model: bytes,
-    heard: bytes,
-    status: int,
-) -> None:
+    make_rig, session, path, key, model, heard, status
+):
     rig = make_rig(keys=keyring(KEYS), backends=(*BACKENDS, CLOUD))
     rig.engine.answer = rig.other.answer = lambda _: JSON_OK
     extra = b"X-Anvil-Explain: 1\r\nx-api-key: %b\r\n" % key.encode()
@@ -568,8 +538,8 @@ def test_what_a_session_names_beside_its_model_is_checked_at_servers_elsewhere(
     ],
 )
 def test_a_model_in_the_query_of_any_route_is_what_the_engine_calls_the_one_asked_for(
-    rig: Rig, path: bytes, body: bytes, target: bytes
-) -> None:
+    rig, path, body, target
+):
     asked = rig.passes(body, path + b"?x=1&mod%65l=o1-pro", engine=rig.other)
     assert asked.head.startswith(b"POST %b?x=1&model=b-inside HTTP/1.1\r\n" % target)
     assert rig.ask(body, path + b"?model=a&model=b").status == 400

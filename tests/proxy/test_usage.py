@@ -1,18 +1,12 @@
 """What each API key has used, from the request to the table."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Callable
-from pathlib import Path
-
-import pytest
 
 from anvil_mux.cli.main import main
 from anvil_mux.config.config import Backend
 from tests.cli.demo import compose, state
-from tests.fake_engine import JSON_OK, Rig, keyring
+from tests.fake_engine import JSON_OK, keyring
 from tests.running import Running, seen, serving
 
 __all__ = ["state"]
@@ -28,8 +22,8 @@ def ask(mux: Running, key: str) -> int:
 
 
 def test_it_is_told_by_key_and_model_and_in_the_log_and_outlives_the_program(
-    tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, state, monkeypatch, capsys
+):
     file = compose(tmp_path, "a")
     environ = {**os.environ, "ANVIL_API_KEYS": KEYS}
     monkeypatch.setenv("ANVIL_API_KEY", "key-of-bob")
@@ -76,7 +70,7 @@ def test_it_is_told_by_key_and_model_and_in_the_log_and_outlives_the_program(
         assert "`since` must be a time such as 12h or 7d, not 'yesterday'" in capsys.readouterr().err
 
 
-def test_where_no_key_is_asked_for_it_is_counted_by_model(rig: Rig) -> None:
+def test_where_no_key_is_asked_for_it_is_counted_by_model(rig):
     rig.engine.answer = lambda _: JSON_OK
     assert rig.ask(b'{"model":"a"}', path=b"/v1/chat/completions").status == 200
     record = rig.events.record()
@@ -84,7 +78,7 @@ def test_where_no_key_is_asked_for_it_is_counted_by_model(rig: Rig) -> None:
     assert record.gpu_seconds > 0
 
 
-def test_a_request_on_two_gpus_uses_both_and_one_on_none_uses_none(make_rig: Callable[..., Rig]) -> None:
+def test_a_request_on_two_gpus_uses_both_and_one_on_none_uses_none(make_rig):
     two, none = Backend("a", "a", ("0", "1")), Backend("b", "b")
     rig = make_rig(backends=(two, none))
     with rig.mux.lease("a") as lease, rig.mux.lease("b") as other:
@@ -93,7 +87,7 @@ def test_a_request_on_two_gpus_uses_both_and_one_on_none_uses_none(make_rig: Cal
     assert other.gpu_seconds == 0
 
 
-def test_a_key_has_the_name_that_it_was_given() -> None:
+def test_a_key_has_the_name_that_it_was_given():
     keys = keyring(KEYS)
     named = [keys.of({b"x-api-key": f"key-of-{who}".encode()}).name for who in ("alice", "bob", "nobody")]
     assert named == ["alice", "bob", "unnamed"]

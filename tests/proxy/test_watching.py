@@ -1,7 +1,5 @@
 """What those see who look on through a real server, and what they may do."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -66,7 +64,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "PAUSE_SECONDS", 0.0)
 
 
-def test_the_first_message_is_the_whole_state(rig: Rig) -> None:
+def test_the_first_message_is_the_whole_state(rig):
     rig.feed.tell(Event(1.0, "ready", "a", "a", seconds=2.0))
     rig.feed.ended(record(request_id="r1", model="a"))
     watcher = Watcher(rig.client())
@@ -79,9 +77,7 @@ def test_the_first_message_is_the_whole_state(rig: Rig) -> None:
     assert seen["queued"] == []
 
 
-def test_the_state_is_rendered_once_for_all_who_look_within_a_moment(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_state_is_rendered_once_for_all_who_look_within_a_moment(rig, monkeypatch):
     monkeypatch.setattr(page, "PAUSE_SECONDS", 2 * GUARD)
     rendered, state = [], rig.handler.local.probes.state
 
@@ -100,7 +96,7 @@ def test_the_state_is_rendered_once_for_all_who_look_within_a_moment(
     assert len(rendered) <= 2
 
 
-def test_what_happens_is_told_when_it_happens(rig: Rig) -> None:
+def test_what_happens_is_told_when_it_happens(rig):
     watcher = Watcher(rig.client())
     watcher.next()
     rig.feed.tell(Event(1.0, "deferred", "b", size=2, seconds=float("inf"), cause=Cause("more_awaited")))
@@ -112,7 +108,7 @@ def test_what_happens_is_told_when_it_happens(rig: Rig) -> None:
     assert watcher.until("requests")["requests"][0]["id"] == "r1"
 
 
-def test_the_state_is_told_only_when_it_has_changed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_is_told_only_when_it_has_changed(rig, monkeypatch):
     monkeypatch.setattr(page, "BEAT_SECONDS", 0.0)
     watcher = Watcher(rig.client())
     assert watcher.message().startswith("event: snapshot")
@@ -124,7 +120,7 @@ def test_the_state_is_told_only_when_it_has_changed(rig: Rig, monkeypatch: pytes
     watcher.until("state", lambda state: state["leases"] == 0)
 
 
-def test_what_gpus_measure_is_told_now_and_then(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_gpus_measure_is_told_now_and_then(rig, monkeypatch):
     monkeypatch.setattr(page, "BEAT_SECONDS", 0.0)
     watcher = Watcher(rig.client())
     assert watcher.message().startswith("event: snapshot")
@@ -135,7 +131,7 @@ def test_what_gpus_measure_is_told_now_and_then(rig: Rig, monkeypatch: pytest.Mo
     assert hot["gpus"]["0"]["sensors"]["celsius"] == 61
 
 
-def test_what_ticks_is_no_news() -> None:
+def test_what_ticks_is_no_news():
     lasting = {"leases": 1, "queued": [{"ticket": 3, "model": "a"}], "models": {"a": {"load_seconds": 2.0}}}
     ticking = {
         **lasting,
@@ -147,7 +143,7 @@ def test_what_ticks_is_no_news() -> None:
     assert page._lasting(ticking) == {**lasting, "models": {"a": {"load_seconds": 2.0, "backends": [{}]}}}
 
 
-def test_one_that_reads_slowly_holds_up_nobody_and_is_told_what_it_lost(rig: Rig) -> None:
+def test_one_that_reads_slowly_holds_up_nobody_and_is_told_what_it_lost(rig):
     watcher = Watcher(rig.client())
     watcher.next()
     with rig.feed._bell:  # the watcher's thread cannot look meanwhile
@@ -157,7 +153,7 @@ def test_one_that_reads_slowly_holds_up_nobody_and_is_told_what_it_lost(rig: Rig
     watcher.until("event")
 
 
-def test_a_watcher_that_leaves_is_noticed(rig: Rig) -> None:
+def test_a_watcher_that_leaves_is_noticed(rig):
     watcher = Watcher(rig.client())
     watcher.next()
     watcher.client.leave()
@@ -165,7 +161,7 @@ def test_a_watcher_that_leaves_is_noticed(rig: Rig) -> None:
     assert (record.status, record.code) == (200, "")  # nothing else ends it
 
 
-def test_the_stream_ends_before_the_program_waits_for_its_requests(rig: Rig) -> None:
+def test_the_stream_ends_before_the_program_waits_for_its_requests(rig):
     watcher = Watcher(rig.client())
     watcher.next()
     drained = threading.Event()
@@ -176,9 +172,7 @@ def test_the_stream_ends_before_the_program_waits_for_its_requests(rig: Rig) -> 
     thread.join()
 
 
-def test_of_several_keys_none_has_more_than_half_of_the_places_of_those_who_look_on(
-    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_several_keys_none_has_more_than_half_of_the_places_of_those_who_look_on(make_rig, monkeypatch):
     monkeypatch.setattr("anvil_mux.telemetry.journal.WATCHERS", 3)
     lines = "the-one-key models=* state; the-other-key models=* state"
     rig = make_rig(keys=keyring(lines))
@@ -195,9 +189,7 @@ def test_of_several_keys_none_has_more_than_half_of_the_places_of_those_who_look
     assert Watcher(rig.client(), one).next()[0] == "snapshot"
 
 
-def test_a_single_key_has_all_places_of_those_who_look_on(
-    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_single_key_has_all_places_of_those_who_look_on(make_rig, monkeypatch):
     monkeypatch.setattr("anvil_mux.telemetry.journal.WATCHERS", 2)
     rig = make_rig(keys=keyring("the-only-key"))
     for _ in range(2):
@@ -205,7 +197,7 @@ def test_a_single_key_has_all_places_of_those_who_look_on(
     assert rig.get(b"/events", extra=shows("the-only-key")).status == 503
 
 
-def test_a_waiting_request_can_be_taken_out_of_its_line(rig: Rig) -> None:
+def test_a_waiting_request_can_be_taken_out_of_its_line(rig):
     rig.mechanism.gate.clear()
     waiting, other = rig.client(), rig.client()
     waiting.post(ASK_A)
@@ -227,17 +219,17 @@ def test_a_waiting_request_can_be_taken_out_of_its_line(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("body", [b"[]", b"{}", b'{"ticket":"1"}', b'{"ticket":true}', b"nonsense"])
-def test_a_cancel_that_names_no_ticket_is_refused(rig: Rig, body: bytes) -> None:
+def test_a_cancel_that_names_no_ticket_is_refused(rig, body):
     assert rig.ask(body, b"/requests/cancel").status == 400
 
 
-def test_no_other_web_site_may_act_here(rig: Rig) -> None:
+def test_no_other_web_site_may_act_here(rig):
     models = (b"/models/load", b"/models/unload", b"/models/pin", b"/models/unpin")
     for path in (b"/requests/cancel", *models, b"/hosts/drain", b"/hosts/gone"):
         assert rig.ask(b'{"model":"a","ticket":1}', path, b"Origin: http://evil.example\r\n").status == 403
 
 
-def test_the_engines_log_is_told(rig: Rig) -> None:
+def test_the_engines_log_is_told(rig):
     rig.logs["a"] = ["one", "two", "three"]
     answer = rig.get(b"/logs?model=alias&lines=2")
     told = {"model": "a", "backend": "a", "backends": ["a"], "lines": ["two", "three"]}
@@ -259,11 +251,11 @@ def test_the_engines_log_is_told(rig: Rig) -> None:
         (b"?model=a&backend=b", 400),
     ],
 )
-def test_a_log_that_cannot_be_told_is_refused(rig: Rig, query: bytes, status: int) -> None:
+def test_a_log_that_cannot_be_told_is_refused(rig, query, status):
     assert rig.get(b"/logs" + query).status == status
 
 
-def test_browsers_get_the_page_which_may_ask_nobody_else(rig: Rig) -> None:
+def test_browsers_get_the_page_which_may_ask_nobody_else(rig):
     answer = rig.get(b"/", extra=b"Accept: text/html,*/*;q=0.8\r\n")
     policy = answer.header(b"content-security-policy") or b""
     script = answer.body.partition(b"<script>")[2].partition(b"</script>")[0]
@@ -274,7 +266,7 @@ def test_browsers_get_the_page_which_may_ask_nobody_else(rig: Rig) -> None:
     assert rig.get(b"/").body.startswith(b"anvil-mux ")
 
 
-def test_why_says_what_a_request_would_wait_for(rig: Rig) -> None:
+def test_why_says_what_a_request_would_wait_for(rig):
     answer = rig.json(b"/why?model=alias")
     assert (answer["model"], answer["verdict"], answer["seconds"]) == ("a", "waits", 10.0)
     assert answer["sentence"].startswith(
@@ -290,7 +282,7 @@ def running(rig: Rig) -> list[dict[str, Any]]:
     return found
 
 
-def test_requests_that_run_or_wait_are_listed(rig: Rig) -> None:
+def test_requests_that_run_or_wait_are_listed(rig):
     first, asked = rig.asked(ASK_A, extra=b"X-Request-ID: the-first\r\n")
     [shown] = running(rig)
     assert (shown["id"], shown["model"], shown["backend"], shown["state"]) == (
@@ -310,7 +302,7 @@ def test_requests_that_run_or_wait_are_listed(rig: Rig) -> None:
     assert first.read().status == 200
 
 
-def test_a_request_that_runs_is_cancelled_by_its_id_and_its_engine_hears_of_it(rig: Rig) -> None:
+def test_a_request_that_runs_is_cancelled_by_its_id_and_its_engine_hears_of_it(rig):
     client, boss = rig.client(), rig.client()
     client.post(ASK_A, extra=b"X-Request-ID: unwanted\r\n")
     asked = rig.engine.next()
@@ -325,7 +317,7 @@ def test_a_request_that_runs_is_cancelled_by_its_id_and_its_engine_hears_of_it(r
     assert boss.ask(b'{"id":"unwanted"}', b"/requests/cancel").status == 404
 
 
-def test_a_stream_that_is_cancelled_ends_with_an_error_and_no_other_replica_goes_on(rig: Rig) -> None:
+def test_a_stream_that_is_cancelled_ends_with_an_error_and_no_other_replica_goes_on(rig):
     client, boss = rig.client(), rig.client()
     client.post(b'{"model":"a","stream":true}', extra=b"X-Request-ID: unwanted\r\n")
     asked = rig.engine.next()

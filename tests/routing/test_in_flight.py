@@ -1,7 +1,5 @@
 """What replicas have to do, as counted from leases and streams."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 
@@ -22,7 +20,7 @@ SHORT = Work(100)
 
 
 def in_flight(policy: str = "least_prefill_work", **settings: int) -> InFlightTracker:
-    return InFlightTracker(pipeline.build(policy), [Backend(name, "m", **settings) for name in NAMES])  # type: ignore[arg-type]
+    return InFlightTracker(pipeline.build(policy), [Backend(name, "m", **settings) for name in NAMES])
 
 
 def chosen(made: InFlightTracker, key: object, work: Work = LONG, among: tuple[str, ...] = NAMES) -> str:
@@ -37,14 +35,14 @@ def state(made: InFlightTracker, work: Work = LONG) -> dict[str, Replica]:
     return {replica.backend: replica._replace(**forgotten) for replica in made.view(work, NAMES)}
 
 
-def test_a_choice_is_charged_before_the_next_one_looks() -> None:
+def test_a_choice_is_charged_before_the_next_one_looks():
     made = in_flight()
     assert [chosen(made, key, SHORT) for key in range(4)] == ["a", "b", "c", "a"]
     assert state(made)["a"] == Replica("a", num_requests=2, num_waiting_requests=2, prefill_tokens=200,
                                        num_tokens=200)  # fmt: skip
 
 
-def test_the_first_byte_turns_prefill_into_decode_and_the_end_releases_both() -> None:
+def test_the_first_byte_turns_prefill_into_decode_and_the_end_releases_both():
     made = in_flight()
     chosen(made, 1, among=("a",))
     made.first_byte(1)
@@ -57,14 +55,14 @@ def test_the_first_byte_turns_prefill_into_decode_and_the_end_releases_both() ->
     assert state(made)["a"] == Replica("a", hit_tokens=2048)
 
 
-def test_only_what_is_not_cached_counts_as_prefill() -> None:
+def test_only_what_is_not_cached_counts_as_prefill():
     made = in_flight()
     chosen(made, 1, among=("a",))
     chosen(made, 2, Work(2600, (1, 2, 3, 4, 5)), among=("a",))
     assert state(made)["a"].prefill_tokens == 2048 + 552
 
 
-def test_the_share_of_a_replica_is_its_part_of_the_latest_requests() -> None:
+def test_the_share_of_a_replica_is_its_part_of_the_latest_requests():
     made = in_flight()
     assert [round(replica.share, 6) for replica in made.view(SHORT, NAMES)] == [0.333333] * 3
     for key in range(1000):
@@ -74,7 +72,7 @@ def test_the_share_of_a_replica_is_its_part_of_the_latest_requests() -> None:
     assert round(made.view(SHORT, NAMES)[0].share, 6) == 0.333333
 
 
-def test_a_replica_has_the_cache_that_is_learned_where_nothing_is_said_of_it() -> None:
+def test_a_replica_has_the_cache_that_is_learned_where_nothing_is_said_of_it():
     made = in_flight()
     room(made)
     told(made, lambda hit: hit + 50_000)
@@ -82,7 +80,7 @@ def test_a_replica_has_the_cache_that_is_learned_where_nothing_is_said_of_it() -
     assert in_flight(kv_tokens=8192).view(SHORT, NAMES)[1].cache_tokens == 8192
 
 
-def test_usual_tokens_are_the_mean_of_what_was_not_cached_lately() -> None:
+def test_usual_tokens_are_the_mean_of_what_was_not_cached_lately():
     made = in_flight()
     for key, tokens in enumerate((100, 200, 600)):
         chosen(made, key, Work(tokens), among=("a",))
@@ -92,7 +90,7 @@ def test_usual_tokens_are_the_mean_of_what_was_not_cached_lately() -> None:
     assert round(made.view(SHORT, NAMES)[2].usual_tokens, 3) == 100
 
 
-def test_the_choice_of_the_documentation() -> None:
+def test_the_choice_of_the_documentation():
     """docs/routing.md, "A choice, step by step"."""
     made = in_flight()
     known = tuple(range(20))
@@ -106,14 +104,14 @@ def test_the_choice_of_the_documentation() -> None:
     assert choice.reason == "cache_aware_all_prefills_tokens_num 10760, num_requests 2"
 
 
-def test_a_returning_request_follows_its_cache() -> None:
+def test_a_returning_request_follows_its_cache():
     made = in_flight()
     assert chosen(made, 1) == "a"
     made.ended(1)
     assert [chosen(made, 2), chosen(made, 3, SHORT)] == ["a", "b"]
 
 
-def test_a_replica_that_is_forgotten_has_nothing_to_do_and_nothing_cached() -> None:
+def test_a_replica_that_is_forgotten_has_nothing_to_do_and_nothing_cached():
     made = in_flight()
     chosen(made, 1, LONG._replace(session="s"), among=("a",))
     chosen(made, 2, among=("b",))
@@ -124,7 +122,7 @@ def test_a_replica_that_is_forgotten_has_nothing_to_do_and_nothing_cached() -> N
     assert state(made)["b"].num_requests == 1
 
 
-def test_a_session_is_not_sent_back_to_a_replica_that_lost_its_cache() -> None:
+def test_a_session_is_not_sent_back_to_a_replica_that_lost_its_cache():
     made = in_flight("sticky")
     session = SHORT._replace(session="s")
     assert chosen(made, 1, session) == "a"
@@ -140,7 +138,7 @@ def streams(made: InFlightTracker, *sizes: int, backend: str = "a") -> None:
         chosen(made, size, Work(size, stream=True), among=(backend,))
 
 
-def test_an_idle_replica_takes_requests_that_wait_behind_others_until_both_have_as_many() -> None:
+def test_an_idle_replica_takes_requests_that_wait_behind_others_until_both_have_as_many():
     made = in_flight()
     streams(made, 1000, 1001, 1002, 1003, 1004)
     assert made.better_off("b", NAMES, 0.0) == [1004, 1003]
@@ -148,7 +146,7 @@ def test_an_idle_replica_takes_requests_that_wait_behind_others_until_both_have_
     assert made.better_off("b", NAMES, 0.0) == [1004]
 
 
-def test_a_request_stays_where_the_policy_would_send_it_again() -> None:
+def test_a_request_stays_where_the_policy_would_send_it_again():
     made = in_flight()
     chosen(made, "first", LONG, among=("a",))
     made.first_byte("first")
@@ -157,7 +155,7 @@ def test_a_request_stays_where_the_policy_would_send_it_again() -> None:
     assert made.better_off("b", NAMES, 0.0) == []  # all of it is cached here
 
 
-def test_what_is_answered_not_streamed_or_first_in_line_is_not_taken_back() -> None:
+def test_what_is_answered_not_streamed_or_first_in_line_is_not_taken_back():
     made = in_flight()
     streams(made, 1000, 1001)
     made.first_byte(1001)
@@ -165,34 +163,34 @@ def test_what_is_answered_not_streamed_or_first_in_line_is_not_taken_back() -> N
     assert made.better_off("b", NAMES, 0.0) == []
 
 
-def test_what_is_cached_is_bounded_by_what_the_engine_holds() -> None:
+def test_what_is_cached_is_bounded_by_what_the_engine_holds():
     made = in_flight(kv_tokens=1024)
     chosen(made, 1, among=("a",))
     assert state(made)["a"].hit_tokens == 1024
 
 
 @pytest.mark.parametrize("policy", pipeline.shipped())
-def test_a_replica_that_failed_is_chosen_by_no_policy(policy: str) -> None:
+def test_a_replica_that_failed_is_chosen_by_no_policy(policy):
     made = in_flight(policy)
     for key in range(20):
         choice = made.choose(key, SHORT, ("b", "c"), failed=("a",))
         assert choice is None or choice.backend != "a"
 
 
-def test_replicas_that_failed_are_seen_and_not_chosen() -> None:
+def test_replicas_that_failed_are_seen_and_not_chosen():
     made = in_flight("least_prefill_work")
     choice = made.choose(1, SHORT, ("b", "c"), failed=("a",))
     assert choice is not None
     assert (choice.backend, choice.removed) == ("b", (("c", "metric"), ("a", "schedulability")))
 
 
-def test_nothing_is_charged_when_nobody_is_left() -> None:
+def test_nothing_is_charged_when_nobody_is_left():
     made = in_flight()
     assert made.choose(1, SHORT, (), failed=NAMES) is None
     assert all(replica.num_requests == 0 for replica in made.view(SHORT, NAMES))
 
 
-def test_counts_are_never_negative_and_nothing_is_left_of_any_history() -> None:
+def test_counts_are_never_negative_and_nothing_is_left_of_any_history():
     for seed in range(40):
         rng = random.Random(seed)
         made = in_flight(rng.choice(list(pipeline.shipped())))
@@ -217,7 +215,7 @@ def test_counts_are_never_negative_and_nothing_is_left_of_any_history() -> None:
         assert [held[6:12] for held in made.view(SHORT, NAMES)] == [(0,) * 6] * 3
 
 
-def test_the_same_history_gives_the_same_choices() -> None:
+def test_the_same_history_gives_the_same_choices():
     def run() -> list[str]:
         rng, made, found = random.Random(2), in_flight("power_of_two"), []
         for key in range(200):
@@ -228,7 +226,7 @@ def test_the_same_history_gives_the_same_choices() -> None:
     assert run() == run()
 
 
-def test_the_length_of_a_token_is_learned_from_what_engines_count() -> None:
+def test_the_length_of_a_token_is_learned_from_what_engines_count():
     made = in_flight()
     for key in range(100):
         chosen(made, key, Work(1000, size=4000))
@@ -239,7 +237,7 @@ def test_the_length_of_a_token_is_learned_from_what_engines_count() -> None:
     assert made.bytes_per_token < 4.0
 
 
-def test_a_cache_that_holds_less_than_was_thought_is_thought_smaller_and_recovers() -> None:
+def test_a_cache_that_holds_less_than_was_thought_is_thought_smaller_and_recovers():
     made = in_flight(kv_tokens=8 * 512)
     blocks = tuple(range(8))
     for key in range(4):
@@ -271,7 +269,7 @@ def told(
         made.ended("told", cached_tokens=cached(choice.hit_tokens))
 
 
-def test_a_cache_that_holds_more_than_could_be_remembered_is_thought_larger() -> None:
+def test_a_cache_that_holds_more_than_could_be_remembered_is_thought_larger():
     made = in_flight()
     assert room(made) == 131_072
     told(made, lambda hit: hit + 50_000)
@@ -280,7 +278,7 @@ def test_a_cache_that_holds_more_than_could_be_remembered_is_thought_larger() ->
     assert room(made) == 131_072 + 50_000 - 50_000 % 512
 
 
-def test_what_one_replica_teaches_holds_for_all_that_say_nothing_of_their_cache() -> None:
+def test_what_one_replica_teaches_holds_for_all_that_say_nothing_of_their_cache():
     backends = [Backend("a", "m"), Backend("b", "m"), Backend("c", "m", kv_tokens=8192)]
     made = InFlightTracker(pipeline.build("least_prefill_work"), backends)
     room(made)
@@ -292,14 +290,14 @@ def test_what_one_replica_teaches_holds_for_all_that_say_nothing_of_their_cache(
     assert room(made) // 1000 == 180
 
 
-def test_a_cache_that_is_not_full_says_nothing_of_its_size() -> None:
+def test_a_cache_that_is_not_full_says_nothing_of_its_size():
     made = in_flight()
     made.choose(1, Work(4096, tuple(range(8))), ("a",))
     made.ended(1, cached_tokens=4096)  # what others had sent there
     assert room(made) == 131_072
 
 
-def test_a_full_cache_that_held_less_is_thought_smaller_by_a_sixteenth_at_most() -> None:
+def test_a_full_cache_that_held_less_is_thought_smaller_by_a_sixteenth_at_most():
     made = in_flight()
     room(made)
     made.choose("again", Work(1_000_000, tuple(range(10_000, 12_000))), ("a",))
@@ -307,7 +305,7 @@ def test_a_full_cache_that_held_less_is_thought_smaller_by_a_sixteenth_at_most()
     assert room(made) == 131_072 * 15 // 16
 
 
-def test_what_a_service_says_of_its_cache_is_not_exceeded() -> None:
+def test_what_a_service_says_of_its_cache_is_not_exceeded():
     made = in_flight(kv_tokens=8192)
     room(made)
     told(made, lambda hit: hit + 50_000, times=5)
@@ -318,11 +316,11 @@ def test_what_a_service_says_of_its_cache_is_not_exceeded() -> None:
 
 
 def full(policy: str = "num_requests", **settings: int) -> InFlightTracker:
-    backends = [Backend(name, "m", **settings) for name in NAMES]  # type: ignore[arg-type]
+    backends = [Backend(name, "m", **settings) for name in NAMES]
     return InFlightTracker(pipeline.build(policy), backends, full=True)
 
 
-def test_what_an_engine_says_is_merged_with_what_was_sent_since() -> None:
+def test_what_an_engine_says_is_merged_with_what_was_sent_since():
     made = full(kv_tokens=1000)
     made.choose(1, SHORT, ("a",), now=1.0)
     made.observe("a", EngineLoad(running=3, waiting=2, usage=0.7), 2.0)
@@ -339,7 +337,7 @@ def test_what_an_engine_says_is_merged_with_what_was_sent_since() -> None:
     assert kv_cache_usage_ratio_projected(SHORT, seen) == pytest.approx(0.8)
 
 
-def test_what_an_engine_says_of_our_own_requests_is_no_news() -> None:
+def test_what_an_engine_says_of_our_own_requests_is_no_news():
     """A prompt that it computes is no answer under way, and what ended is not there because it was."""
     made = full()
     made.choose(1, SHORT, ("a",), now=0.0)
@@ -358,7 +356,7 @@ def test_what_an_engine_says_of_our_own_requests_is_no_news() -> None:
     assert (seen.num_requests, seen.decode_batch) == (1, 1)
 
 
-def test_of_what_an_engine_does_not_say_our_own_counts_hold() -> None:
+def test_of_what_an_engine_does_not_say_our_own_counts_hold():
     made = full("load_balance")
     for key in (1, 2):
         made.choose(key, SHORT, ("a",), now=1.0)
@@ -372,7 +370,7 @@ def test_of_what_an_engine_does_not_say_our_own_counts_hold() -> None:
     assert made.choose(3, SHORT, ("a",), now=160.0)
 
 
-def test_in_the_mode_lite_nobody_is_stale_and_in_full_whoever_is_silent() -> None:
+def test_in_the_mode_lite_nobody_is_stale_and_in_full_whoever_is_silent():
     lite, strict = in_flight("load_balance"), full("load_balance")
     for made in (lite, strict):
         assert made.choose(1, SHORT, NAMES, now=0.0)
@@ -385,7 +383,7 @@ def test_in_the_mode_lite_nobody_is_stale_and_in_full_whoever_is_silent() -> Non
     assert strict.choose(3, SHORT, NAMES, now=200.0) is None
 
 
-def test_a_replica_that_comes_back_is_given_time_to_say_something() -> None:
+def test_a_replica_that_comes_back_is_given_time_to_say_something():
     made = full("load_balance")
     made.choose(1, SHORT, NAMES, now=0.0)
     for name in NAMES:
@@ -402,7 +400,7 @@ def went_on_with(made, *members):
     return made
 
 
-def test_what_is_in_flight_goes_on_when_the_members_are_others() -> None:
+def test_what_is_in_flight_goes_on_when_the_members_are_others():
     made = in_flight()
     for key, name in enumerate(("a", "a", "b")):
         chosen(made, key, among=(name,))
@@ -420,7 +418,7 @@ def test_what_is_in_flight_goes_on_when_the_members_are_others() -> None:
     assert (went_on.num_requests, went_on.num_tokens, went_on.prefill_tokens) == (0, 0, 0)
 
 
-def test_what_waits_at_a_replica_weighs_on_it_still() -> None:
+def test_what_waits_at_a_replica_weighs_on_it_still():
     made = in_flight()
     chosen(made, 1, SHORT, among=("a",))
     after = went_on_with(made, Backend("a", "m", kv_tokens=4096), Backend("d", "m"))

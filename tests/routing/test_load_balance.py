@@ -3,17 +3,12 @@
 The description is its "Policy Framework": metrics, filters and selectors, with the defaults of its flags.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from anvil_mux.routing import pipeline, routing
 from anvil_mux.routing.routing import Choice, Replica, RoutingMemory, Work, choose
 
 STAGES = ("neutral", "prefill", "decode")
-WORK = {kind: Work(tokens=2000, infer_type=kind) for kind in STAGES}
 
 
 def chosen(policy: object, kind: str, *replicas: Replica, tokens: int = 2000, nth: int = 0) -> Choice | None:
@@ -44,7 +39,7 @@ def steps(policy: str, kind: str) -> tuple[set[str], list[str]]:
     """The filters of a stage, and the metrics of its selector."""
     made = pipeline.build(policy).pipeline(kind)
     filters = {each.name for each in made.filters} | {"failover" for _ in made.failover}
-    by = made.selector.pick.keywords["by"]  # type: ignore[attr-defined]
+    by = made.selector.pick.keywords["by"]
     return filters, [metric.name for metric in by]
 
 
@@ -58,26 +53,26 @@ LOAD = {
 
 
 @pytest.mark.parametrize("kind", STAGES)
-def test_in_full_mode_each_stage_has_its_filters_and_one_load_metric(kind: str) -> None:
+def test_in_full_mode_each_stage_has_its_filters_and_one_load_metric(kind):
     filters, by = steps("load_balance", kind)
     assert filters - {"infer_type"} == {"schedulability", "staleness", f"metric {LOAD[kind]}", "failover"}
     assert by == [LOAD[kind]]
 
 
-def test_a_whole_request_goes_where_fewest_tokens_are_to_be_computed_whatever_is_cached() -> None:
+def test_a_whole_request_goes_where_fewest_tokens_are_to_be_computed_whatever_is_cached():
     less = Replica("less", prefill_tokens=4000, num_requests=9)
     more = Replica("more", prefill_tokens=4001, hit_tokens=2000)
     assert taken("load_balance", "neutral", more, less) == "less"
 
 
-def test_a_prompt_goes_where_fewest_tokens_are_to_be_computed() -> None:
+def test_a_prompt_goes_where_fewest_tokens_are_to_be_computed():
     less = Replica("less", infer_type="prefill", prefill_tokens=400)
     more = Replica("more", infer_type="prefill", prefill_tokens=401, hit_tokens=2000)
     other = Replica("other", infer_type="decode")
     assert taken("load_balance", "prefill", more, less, other) == "less"
 
 
-def test_an_answer_goes_where_the_projected_use_of_the_cache_is_least() -> None:
+def test_an_answer_goes_where_the_projected_use_of_the_cache_is_least():
     fuller = Replica("fuller", infer_type="decode", kv_tokens=1000, kv_usage=0.2, prefill_tokens=300)
     emptier = Replica("emptier", infer_type="decode", kv_tokens=4000, kv_usage=0.4, prefill_tokens=300)
     other = Replica("other", infer_type="prefill", kv_tokens=4000)
@@ -92,9 +87,7 @@ def test_an_answer_goes_where_the_projected_use_of_the_cache_is_least() -> None:
         ("decode", {"kv_tokens": 100, "kv_usage": 0.99}, {"kv_tokens": 100, "kv_usage": 1.0}),
     ],
 )
-def test_a_load_at_its_threshold_is_too_much_unless_all_have_that(
-    kind: str, below: dict[str, Any], at: dict[str, Any]
-) -> None:
+def test_a_load_at_its_threshold_is_too_much_unless_all_have_that(kind, below, at):
     busy, full = Replica("busy", infer_type=kind, **below), Replica("full", infer_type=kind, **at)
     assert removed("load_balance", kind, full, busy) == {"full": f"metric {LOAD[kind]}"}
     choice = chosen("load_balance", kind, full)
@@ -103,7 +96,7 @@ def test_a_load_at_its_threshold_is_too_much_unless_all_have_that(
 
 
 @pytest.mark.parametrize("kind", STAGES)
-def test_what_cannot_serve_or_is_stale_takes_its_failure_domain_with_it(kind: str) -> None:
+def test_what_cannot_serve_or_is_stale_takes_its_failure_domain_with_it(kind):
     there = Replica("there", infer_type=kind, kv_tokens=1, failure_domain="u2")
     broken = there._replace(backend="broken", failure_domain="u1", schedulable=False)
     beside = there._replace(backend="beside", failure_domain="u1")
@@ -115,7 +108,7 @@ def test_what_cannot_serve_or_is_stale_takes_its_failure_domain_with_it(kind: st
     assert chosen("load_balance", kind, broken, beside, silent) is None  # also in the fallback pass
 
 
-def test_top_k_takes_any_of_the_best_few() -> None:
+def test_top_k_takes_any_of_the_best_few():
     fleet = [Replica(f"r{load}", prefill_tokens=load) for load in (3, 1, 2)]
     assert {taken("load_balance", "neutral", *fleet, nth=nth) for nth in range(30)} == {"r1"}
     some = {"like": "load_balance", "top_k": 2}
@@ -126,7 +119,7 @@ def test_top_k_takes_any_of_the_best_few() -> None:
 
 
 @pytest.mark.parametrize("kind", STAGES)
-def test_in_lite_mode_each_stage_has_a_threshold_and_tokens(kind: str) -> None:
+def test_in_lite_mode_each_stage_has_a_threshold_and_tokens(kind):
     filters, by = steps("load_balance_lite", kind)
     assert (filters - {"infer_type"}, by) == ({"metric num_tokens"}, ["num_tokens"])
     less = Replica("less", infer_type=kind, num_tokens=400, prefill_tokens=400, num_requests=4)
@@ -139,7 +132,7 @@ def problems(written: object) -> list[str]:
 
 
 @pytest.mark.parametrize("metric", sorted(set(routing.METRICS) - routing.LITE - routing.MADE_OF_OTHERS))
-def test_a_policy_for_the_mode_lite_may_go_by_requests_and_tokens_only(metric: str) -> None:
+def test_a_policy_for_the_mode_lite_may_go_by_requests_and_tokens_only(metric):
     written = {"mode": "lite", "selector": {"metric": {"by": ["num_requests", metric]}}}
     assert problems(written) == [
         f"selector.metric.by.1: is {metric}, which the mode lite of this policy does not know: "
@@ -148,7 +141,7 @@ def test_a_policy_for_the_mode_lite_may_go_by_requests_and_tokens_only(metric: s
     assert not problems({**written, "mode": "full"})
 
 
-def test_coarse_tokens_are_tokens() -> None:
+def test_coarse_tokens_are_tokens():
     by = [{"bucket": {"of": "num_tokens"}}, {"weighted_sum": {"of": {"num_requests": 2}}}]
     assert not problems({"mode": "lite", "selector": {"metric": {"by": by}}})
 
@@ -159,34 +152,34 @@ AWARE = {"like": "load_balance", "cache_aware": True}
 
 
 @pytest.mark.parametrize("kind", ["neutral", "prefill"])
-def test_with_cache_aware_prompts_go_where_least_of_them_and_of_others_is_to_be_computed(kind: str) -> None:
+def test_with_cache_aware_prompts_go_where_least_of_them_and_of_others_is_to_be_computed(kind):
     warm = Replica("warm", infer_type=kind, prefill_tokens=1000, hit_tokens=1500)
     cold = Replica("cold", infer_type=kind)
     assert taken("load_balance", kind, warm, cold) == "cold"
     assert taken(AWARE, kind, warm, cold) == "warm"  # 1,500 against 2,000
     made = compiled(AWARE).pipeline(kind).selector
-    assert [each.name for each in made.pick.keywords["by"]] == [  # type: ignore[attr-defined]
+    assert [each.name for each in made.pick.keywords["by"]] == [
         "cache_aware_all_prefills_tokens_num",
         "all_prefills_tokens_num",
     ]
 
 
-def test_with_cache_aware_the_threshold_is_of_the_load_still() -> None:
+def test_with_cache_aware_the_threshold_is_of_the_load_still():
     full = Replica("full", prefill_tokens=8192, hit_tokens=90_000)
     made = chosen(AWARE, "neutral", full, Replica("cold"), tokens=90_000)
     assert made is not None
     assert made.removed == (("full", "metric all_prefills_tokens_num"),)
 
 
-def test_short_prompts_are_looked_for_in_no_cache() -> None:
+def test_short_prompts_are_looked_for_in_no_cache():
     warm, cold = Replica("warm", prefill_tokens=1, hit_tokens=1024), Replica("cold")
     assert taken(AWARE, "neutral", warm, cold, tokens=1023) == "cold"
     assert taken(AWARE, "neutral", warm, cold, tokens=1024) == "warm"
 
 
-def test_with_cache_aware_answers_go_where_they_did() -> None:
+def test_with_cache_aware_answers_go_where_they_did():
     made = compiled(AWARE).pipeline("decode").selector
-    assert [each.name for each in made.pick.keywords["by"]] == [LOAD["decode"]]  # type: ignore[attr-defined]
+    assert [each.name for each in made.pick.keywords["by"]] == [LOAD["decode"]]
 
 
 # The switches
@@ -206,19 +199,19 @@ def test_with_cache_aware_answers_go_where_they_did() -> None:
         ({"selector": "round_robin", "mode": 3, "filter": 1}, "filter: unknown key; did you mean filters?"),
     ],
 )
-def test_what_is_wrong_with_a_switch_is_told(written: object, text: str) -> None:
+def test_what_is_wrong_with_a_switch_is_told(written, text):
     assert any(text in problem for problem in problems(written)), problems(written)
 
 
-def test_switches_may_come_from_variables_as_text() -> None:
+def test_switches_may_come_from_variables_as_text():
     aware = compiled({"like": "load_balance", "cache_aware": "true", "predict_prefill": "true", "top_k": "2"})
     assert aware.predict_prefill
-    assert len(aware.pipeline("neutral").selector.pick.keywords["by"]) == 2  # type: ignore[attr-defined]
+    assert len(aware.pipeline("neutral").selector.pick.keywords["by"]) == 2
     plain = compiled({"like": "load_balance", "cache_aware": "false"})
-    assert len(plain.pipeline("neutral").selector.pick.keywords["by"]) == 1  # type: ignore[attr-defined]
+    assert len(plain.pipeline("neutral").selector.pick.keywords["by"]) == 1
 
 
-def test_one_pipeline_for_all_stages_is_cache_aware_where_prompts_are_placed() -> None:
+def test_one_pipeline_for_all_stages_is_cache_aware_where_prompts_are_placed():
     made = compiled({"selector": {"metric": {"by": ["num_requests"]}}, "cache_aware": True})
-    counts = [len(made.pipeline(kind).selector.pick.keywords["by"]) for kind in STAGES]  # type: ignore[attr-defined]
+    counts = [len(made.pipeline(kind).selector.pick.keywords["by"]) for kind in STAGES]
     assert counts == [2, 2, 1]

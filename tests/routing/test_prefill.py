@@ -1,7 +1,5 @@
 """How much prefill is taken to be left: of answers that are not streamed, and as it is predicted."""
 
-from __future__ import annotations
-
 import pytest
 
 from anvil_mux.config.config import Backend
@@ -16,7 +14,7 @@ from tests.routing.test_in_flight import LONG, NAMES, SHORT, in_flight
 
 def taught(*, streamed: bool = True, **settings: object) -> InFlightTracker:
     """A tracker that has seen a prompt of 1,000 tokens take two seconds, at the replica c."""
-    backends = [Backend(name, "m", **settings) for name in NAMES]  # type: ignore[arg-type]
+    backends = [Backend(name, "m", **settings) for name in NAMES]
     made = InFlightTracker(pipeline.build("least_prefill_work"), backends)
     made.choose("teacher", Work(1000, stream=streamed), ("c",), now=0.0)
     if streamed:
@@ -32,9 +30,7 @@ def waits(made: InFlightTracker, *moments: float) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_what_is_not_streamed_counts_as_prefill_for_as_long_as_that_takes_by_the_learned_speed(
-    streamed: bool,
-) -> None:
+def test_what_is_not_streamed_counts_as_prefill_for_as_long_as_that_takes_by_the_learned_speed(streamed):
     made = taught(streamed=streamed)
     for key, tokens in enumerate((1000, 500)):
         made.choose(key, Work(tokens), ("a",), now=10.0)
@@ -48,19 +44,19 @@ def test_what_is_not_streamed_counts_as_prefill_for_as_long_as_that_takes_by_the
     assert waits(made, 20.0) == [(0, 0, 0)]
 
 
-def test_while_no_speed_is_known_it_counts_until_its_end() -> None:
+def test_while_no_speed_is_known_it_counts_until_its_end():
     made = in_flight()
     made.choose(1, Work(1000), ("a",), now=0.0)
     assert waits(made, 1000.0) == [(1000, 1, 0)]
 
 
-def test_a_profile_says_more_than_what_was_learned() -> None:
+def test_a_profile_says_more_than_what_was_learned():
     made = taught(profile=RATE)
     made.choose(1, Work(1000), ("a",), now=10.0)
     assert waits(made, 10.9, 11.0) == [(1000, 1, 0), (0, 0, 1000)]
 
 
-def test_prompts_are_computed_in_their_order_and_a_stream_says_when_its_own_is_over() -> None:
+def test_prompts_are_computed_in_their_order_and_a_stream_says_when_its_own_is_over():
     made = taught()
     made.choose("stream", Work(1000, stream=True), ("a",), now=10.0)
     made.choose("whole", Work(1000), ("a",), now=10.0)
@@ -69,7 +65,7 @@ def test_prompts_are_computed_in_their_order_and_a_stream_says_when_its_own_is_o
     assert waits(made, 15.5, 15.6) == [(1000, 1, 1000), (0, 0, 2000)]
 
 
-def test_an_answer_that_is_not_streamed_teaches_only_what_is_faster_than_was_thought() -> None:
+def test_an_answer_that_is_not_streamed_teaches_only_what_is_faster_than_was_thought():
     for seconds, after in ((9.0, 12.0), (1.0, 11.48)):
         made = taught()
         made.choose("whole", Work(1000), ("b",), now=0.0)
@@ -78,7 +74,7 @@ def test_an_answer_that_is_not_streamed_teaches_only_what_is_faster_than_was_tho
         assert waits(made, after - 0.01, after) == [(1000, 1, 0), (0, 0, 1000)]
 
 
-def test_what_never_reached_an_engine_or_waited_for_another_prompt_teaches_no_speed() -> None:
+def test_what_never_reached_an_engine_or_waited_for_another_prompt_teaches_no_speed():
     made = in_flight()
     made.choose("refused", Work(1000), ("a",), now=0.0)
     made.ended("refused", now=0.01)
@@ -89,13 +85,13 @@ def test_what_never_reached_an_engine_or_waited_for_another_prompt_teaches_no_sp
     assert waits(made, 1000.0) == [(1000, 1, 0)]
 
 
-def test_the_prefill_of_a_request_in_two_stages_counts_until_it_answers() -> None:
+def test_the_prefill_of_a_request_in_two_stages_counts_until_it_answers():
     made = taught()
     made.choose(1, Work(1000, infer_type="prefill"), ("a",), now=10.0)
     assert waits(made, 100.0) == [(1000, 1, 0)]
 
 
-def test_what_is_taken_for_computed_is_sent_anew_all_the_same_if_its_engine_is_silent() -> None:
+def test_what_is_taken_for_computed_is_sent_anew_all_the_same_if_its_engine_is_silent():
     made = InFlightTracker(pipeline.build("load_balance"), [Backend(name, "m") for name in "ab"], full=True)
     for name in "ab":
         made.observe(name, EngineLoad(0, 0), 0.0)
@@ -127,7 +123,7 @@ def charged(made: InFlightTracker, *moments: float) -> list[int]:
     return [made.view(SHORT, ("a",), now=now)[0].prefill_tokens for now in moments]
 
 
-def test_the_charge_of_a_prompt_falls_as_fast_as_the_profile_says() -> None:
+def test_the_charge_of_a_prompt_falls_as_fast_as_the_profile_says():
     made = predicting()
     made.choose(1, Work(3000, stream=True), ("a",), now=10.0)
     assert charged(made, 10.0, 10.25, 11.5, 12.999, 13.0, 99.0) == [3000, 2750, 1500, 1, 0, 0]
@@ -135,7 +131,7 @@ def test_the_charge_of_a_prompt_falls_as_fast_as_the_profile_says() -> None:
     assert charged(made, 11.0, 12.0) == [0, 0]
 
 
-def test_without_the_setting_or_a_profile_it_stays_until_the_first_byte() -> None:
+def test_without_the_setting_or_a_profile_it_stays_until_the_first_byte():
     for made in (predicting(on=False), predicting(profile=None)):
         made.choose(1, Work(3000), ("a",), now=10.0)
         assert charged(made, 10.0, 12.0) == [3000, 3000]
@@ -143,7 +139,7 @@ def test_without_the_setting_or_a_profile_it_stays_until_the_first_byte() -> Non
         assert charged(made, 12.0) == [0]
 
 
-def test_a_first_byte_says_how_far_the_engine_is() -> None:
+def test_a_first_byte_says_how_far_the_engine_is():
     made = predicting()
     for key, tokens in enumerate((1000, 2000)):
         made.choose(key, Work(tokens, stream=True), ("a",), now=0.0)
@@ -153,7 +149,7 @@ def test_a_first_byte_says_how_far_the_engine_is() -> None:
     assert charged(made, 1.6, 3.1) == [2000, 1000]
 
 
-def test_a_first_byte_that_comes_with_the_end_of_its_answer_takes_back_its_own_part_only() -> None:
+def test_a_first_byte_that_comes_with_the_end_of_its_answer_takes_back_its_own_part_only():
     made = predicting()
     for key, tokens in enumerate((1000, 2000)):
         made.choose(key, Work(tokens), ("a",), now=0.0)
@@ -163,7 +159,7 @@ def test_a_first_byte_that_comes_with_the_end_of_its_answer_takes_back_its_own_p
     assert charged(made, 2.75) == [250]
 
 
-def test_a_prompt_that_leaves_takes_its_part_with_it() -> None:
+def test_a_prompt_that_leaves_takes_its_part_with_it():
     made = predicting()
     for key, tokens in enumerate((1000, 2000, 500)):
         made.choose(key, Work(tokens, stream=True), ("a",), now=0.0)
@@ -177,7 +173,7 @@ def test_a_prompt_that_leaves_takes_its_part_with_it() -> None:
     assert charged(made, 50.0) == [700]
 
 
-def test_what_is_cached_of_a_prompt_is_not_computed_and_its_end_takes_longer() -> None:
+def test_what_is_cached_of_a_prompt_is_not_computed_and_its_end_takes_longer():
     made = predicting(profile=RATE._replace(ttft=((0, 0.0), (1024, 1000.0), (2048, 3000.0))))
     made.choose(1, Work(1024, (1, 2)), ("a",), now=0.0)
     made.ended(1, now=1.0)
@@ -185,7 +181,7 @@ def test_what_is_cached_of_a_prompt_is_not_computed_and_its_end_takes_longer() -
     assert charged(made, 5.0, 6.0, 7.0) == [1024, 512, 0]
 
 
-def test_of_a_prompt_longer_than_was_measured_no_more_than_that_is_predicted() -> None:
+def test_of_a_prompt_longer_than_was_measured_no_more_than_that_is_predicted():
     made = predicting()
     for key, tokens in enumerate((1000, 20_000, 1000)):
         made.choose(key, Work(tokens, stream=True), ("a",), now=0.0)
@@ -196,7 +192,7 @@ def test_of_a_prompt_longer_than_was_measured_no_more_than_that_is_predicted() -
     assert charged(made, 9.0, 9.5) == [1000, 500]
 
 
-def test_others_are_told_what_is_left_to_compute() -> None:
+def test_others_are_told_what_is_left_to_compute():
     made = predicting()
     made.choose(1, Work(3000, stream=True), ("a",), now=0.0)
     assert made.reports(1.0)["a"].prefill_tokens == 2000

@@ -1,7 +1,5 @@
 """What the caches of replicas hold, as far as can be told."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any
@@ -12,7 +10,7 @@ from anvil_mux.routing.prefix import BLOCK_BYTES, Prefixes, read
 from anvil_mux.routing.routing import Work
 
 
-def test_a_hit_is_as_long_as_the_beginning_that_is_there() -> None:
+def test_a_hit_is_as_long_as_the_beginning_that_is_there():
     prefixes = Prefixes("ab")
     prefixes.use("a", (1, 2, 3), 10)
     prefixes.use("b", (1, 9), 10)
@@ -21,14 +19,14 @@ def test_a_hit_is_as_long_as_the_beginning_that_is_there() -> None:
     assert prefixes.hits((1, 2), "b") == {"b": 1}
 
 
-def test_a_block_without_those_before_it_is_no_hit() -> None:
+def test_a_block_without_those_before_it_is_no_hit():
     prefixes = Prefixes("a")
     prefixes.use("a", (1, 2, 3), 10)
     assert prefixes.hits((7, 2, 3), "a") == {}
     assert prefixes.hits((1, 7, 3), "a") == {"a": 1}
 
 
-def test_what_was_used_longest_ago_goes_first_and_the_end_of_a_request_before_its_beginning() -> None:
+def test_what_was_used_longest_ago_goes_first_and_the_end_of_a_request_before_its_beginning():
     prefixes = Prefixes("a")
     prefixes.use("a", (1, 2, 3), 5)
     prefixes.use("a", (7, 8), 5)
@@ -39,13 +37,13 @@ def test_what_was_used_longest_ago_goes_first_and_the_end_of_a_request_before_it
     assert prefixes.size("a") == 4
 
 
-def test_a_request_that_is_larger_than_the_cache_leaves_its_beginning() -> None:
+def test_a_request_that_is_larger_than_the_cache_leaves_its_beginning():
     prefixes = Prefixes("a")
     prefixes.use("a", (1, 2, 3, 4), 3)
     assert prefixes.hits((1, 2, 3, 4), "a") == {"a": 3}
 
 
-def test_a_cleared_replica_holds_nothing_and_the_others_keep_theirs() -> None:
+def test_a_cleared_replica_holds_nothing_and_the_others_keep_theirs():
     prefixes = Prefixes("ab")
     for replica in "ab":
         prefixes.use(replica, (1, 2), 10)
@@ -76,7 +74,7 @@ class Plain:
         return found
 
 
-def test_it_agrees_with_lists_over_random_histories() -> None:
+def test_it_agrees_with_lists_over_random_histories():
     for seed in range(30):
         rng = random.Random(seed)
         prefixes, plain = Prefixes("abc"), Plain()
@@ -115,7 +113,7 @@ def common(one: Work, other: Work) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one.blocks), len(other.blocks)))
 
 
-def test_blocks_are_the_full_ones_of_the_prompt_and_tokens_a_quarter_of_its_bytes() -> None:
+def test_blocks_are_the_full_ones_of_the_prompt_and_tokens_a_quarter_of_its_bytes():
     made = work(chat(LONG))
     assert len(made.blocks) == made.size // BLOCK_BYTES == 4
     assert made.tokens == round(made.size / 4)
@@ -123,13 +121,13 @@ def test_blocks_are_the_full_ones_of_the_prompt_and_tokens_a_quarter_of_its_byte
     assert len(set(made.blocks)) == 4
 
 
-def test_a_conversation_that_goes_on_begins_with_the_same_blocks() -> None:
+def test_a_conversation_that_goes_on_begins_with_the_same_blocks():
     one, more = work(chat(LONG)), work(chat(LONG, "And then?", LONG))
     assert common(one, more) == 4
     assert len(more.blocks) == 8
 
 
-def test_what_is_not_in_the_prompt_changes_nothing() -> None:
+def test_what_is_not_in_the_prompt_changes_nothing():
     plain = work(chat(LONG))
     assert work(chat(LONG, stream=True, temperature=0.1, max_tokens=3)).blocks == plain.blocks
     swapped = json.dumps({"messages": [{"content": LONG, "role": "user"}], "model": "m"}, indent=1)
@@ -137,20 +135,20 @@ def test_what_is_not_in_the_prompt_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("part", [{"tools": [{"name": "t"}]}, {"system": "s"}, {"cache_salt": "x"}])
-def test_what_comes_first_in_the_prompt_changes_every_block(part: dict[str, Any]) -> None:
+def test_what_comes_first_in_the_prompt_changes_every_block(part):
     assert common(work(chat(LONG)), work(chat(LONG, **part))) == 0
 
 
-def test_models_do_not_share_blocks() -> None:
+def test_models_do_not_share_blocks():
     assert common(work(chat(LONG)), work(chat(LONG), model="other")) == 0
 
 
-def test_a_difference_changes_all_blocks_after_it() -> None:
+def test_a_difference_changes_all_blocks_after_it():
     changed = LONG[:5000] + "x" + LONG[5001:]
     assert common(work(chat(LONG)), work(chat(changed))) == 2
 
 
-def test_text_of_completions_and_other_apis_counts_too() -> None:
+def test_text_of_completions_and_other_apis_counts_too():
     for document in (
         {"prompt": LONG},
         {"input": LONG},
@@ -171,7 +169,7 @@ def test_text_of_completions_and_other_apis_counts_too() -> None:
         {"prompt_string": "what is it?", "multimodal_data": ["DATA"]},
     ],
 )
-def test_an_image_or_a_sound_counts_little_but_is_told_from_another(part: dict[str, Any]) -> None:
+def test_an_image_or_a_sound_counts_little_but_is_told_from_another(part):
     text = json.dumps({"tools": chat(LONG)["messages"], "messages": [part]})
 
     def holding(data: str) -> Work:
@@ -183,13 +181,13 @@ def test_an_image_or_a_sound_counts_little_but_is_told_from_another(part: dict[s
     assert holding("A+\\/" * 30_000).tokens == one.tokens, "as PHP writes a slash"
 
 
-def test_text_that_holds_base64_is_text() -> None:
+def test_text_that_holds_base64_is_text():
     for text in ("A" * 9000, f'base64: "data:image/png;base64,{"A" * 9000}"'):
         assert work(chat(text)).tokens > 9000 / 4
 
 
 @pytest.mark.parametrize("body", [b"", b"[1]", b"\xff", b"{", b"[" * 100_000])
-def test_what_is_no_request_counts_by_its_length(body: bytes) -> None:
+def test_what_is_no_request_counts_by_its_length(body):
     assert read("m", body, 4.0, "s") == Work(tokens=round(len(body) / 4), session="s", size=len(body))
 
 
@@ -203,6 +201,6 @@ def test_what_is_no_request_counts_by_its_length(body: bytes) -> None:
         ({"metadata": "x"}, ""),
     ],
 )
-def test_a_session_is_what_the_client_calls_it(more: dict[str, Any], session: str) -> None:
+def test_a_session_is_what_the_client_calls_it(more, session):
     assert work(chat("hi", **more)).session == session
     assert work(chat("hi", **more), session="header").session == "header"

@@ -1,10 +1,7 @@
 """WHERE a request goes: literal replicas in, one of them out."""
 
-from __future__ import annotations
-
 import math
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,7 +27,7 @@ FLEET = tuple(replica._replace(profile=PROFILE) for replica in (BUSY, WARM, COLD
 
 
 def pick(policy: str, replicas: tuple[Replica, ...] = FLEET, work: Work = WORK, **memory: object) -> str:
-    choice = choose(pipeline.build(policy), work, replicas, RoutingMemory(**memory))  # type: ignore[arg-type]
+    choice = choose(pipeline.build(policy), work, replicas, RoutingMemory(**memory))
     assert choice is not None
     return choice.backend
 
@@ -71,11 +68,11 @@ def order(policy: str, work: Work = WORK) -> list[str]:
         ("slo", ["warm", "idle", "cold", "busy"]),  # 65, 100, 105, 410 ms
     ],
 )
-def test_a_fixed_fleet_is_ranked(policy: str, expected: list[str]) -> None:
+def test_a_fixed_fleet_is_ranked(policy, expected):
     assert order(policy) == expected
 
 
-def test_every_shipped_policy_ranks_the_fleet_in_full() -> None:
+def test_every_shipped_policy_ranks_the_fleet_in_full():
     for policy in pipeline.shipped():
         assert sorted(order(policy)) == ["busy", "cold", "idle", "warm"]
 
@@ -96,24 +93,24 @@ METRICS = {
 
 
 @pytest.mark.parametrize("name", METRICS)
-def test_metrics_of_a_fixed_fleet(name: str) -> None:
+def test_metrics_of_a_fixed_fleet(name):
     assert [routing.METRICS[name](WORK, replica) for replica in FLEET] == pytest.approx(METRICS[name])
 
 
-def test_the_projected_use_of_the_cache_is_a_share_of_what_it_holds() -> None:
+def test_the_projected_use_of_the_cache_is_a_share_of_what_it_holds():
     of = routing.kv_cache_usage_ratio_projected
     assert of(WORK, COLD._replace(kv_tokens=180_000)) == 0.5
     assert of(WORK, COLD) == math.inf
 
 
-def test_metrics_made_of_others() -> None:
+def test_metrics_made_of_others():
     requests, waiting = Metric("r", routing.num_requests), Metric("w", routing.num_waiting_requests)
     assert routing.weighted_sum(WORK, BUSY, of={requests: 10.0, waiting: 0.5}) == 41.0
     assert routing.bucket(WORK, COLD, of=Metric("d", routing.all_decodes_tokens_num), size=8192) == 10
     assert routing.bucket(WORK, COLD, of=requests, size=0) == 1
 
 
-def test_what_is_not_a_number_is_the_worst() -> None:
+def test_what_is_not_a_number_is_the_worst():
     assert Metric("broken", lambda work, replica: math.nan).rank(WORK, IDLE) == math.inf
     assert Metric("broken", lambda work, replica: math.nan, higher=True).rank(WORK, IDLE) == math.inf
 
@@ -145,7 +142,7 @@ def fleet(rng: random.Random, size: int = 6) -> tuple[Replica, ...]:
 
 
 @pytest.mark.parametrize("policy", pipeline.shipped())
-def test_the_same_fleet_and_memory_give_the_same_choice_and_are_left_as_they_were(policy: str) -> None:
+def test_the_same_fleet_and_memory_give_the_same_choice_and_are_left_as_they_were(policy):
     rng, built = random.Random(policy), pipeline.build(policy)
     for _ in range(50):
         replicas = fleet(rng)
@@ -159,7 +156,7 @@ def test_the_same_fleet_and_memory_give_the_same_choice_and_are_left_as_they_wer
 
 
 @pytest.mark.parametrize("policy", pipeline.shipped())
-def test_a_choice_names_a_reason_and_a_step_for_every_other_replica(policy: str) -> None:
+def test_a_choice_names_a_reason_and_a_step_for_every_other_replica(policy):
     choice = choose(pipeline.build(policy), WORK, FLEET, RoutingMemory())
     assert choice is not None
     assert choice.reason
@@ -167,7 +164,7 @@ def test_a_choice_names_a_reason_and_a_step_for_every_other_replica(policy: str)
     assert all(step for _, step in choice.removed)
 
 
-def test_metrics_order_replicas_strictly() -> None:
+def test_metrics_order_replicas_strictly():
     """No replica is better than itself, none better than one that is better than it; and so on."""
     rng = random.Random(7)
     metrics = [Metric(n, of, n in routing.HIGHER) for n, of in routing.METRICS.items() if n in METRICS]
@@ -180,7 +177,7 @@ def test_metrics_order_replicas_strictly() -> None:
             assert not (x < y and y < z) or x < z
 
 
-def test_idle_replicas_with_nothing_cached_take_turns() -> None:
+def test_idle_replicas_with_nothing_cached_take_turns():
     replicas = tuple(Replica(name) for name in "abc")
     for policy in ("least_prefill_work", "num_requests", "round_robin", "lmetric_plus_one"):
         memory, found = RoutingMemory(), []
@@ -192,18 +189,18 @@ def test_idle_replicas_with_nothing_cached_take_turns() -> None:
         assert "".join(found) == "abcabca"
 
 
-def test_least_prefill_work_leaves_the_warm_replica_when_waiting_there_costs_more() -> None:
+def test_least_prefill_work_leaves_the_warm_replica_when_waiting_there_costs_more():
     """With the other cold and idle: as soon as what is pending exceeds what is cached."""
     for pending, expected in ((899, "warm"), (901, "cold")):
         warm = Replica("warm", num_requests=1, prefill_tokens=pending, hit_tokens=900)
         assert pick("least_prefill_work", (warm, Replica("cold"))) == expected
 
 
-def test_a_replica_without_a_hit_misses_the_whole_prompt() -> None:
+def test_a_replica_without_a_hit_misses_the_whole_prompt():
     assert pick("least_prefill_work", (Replica("cold"), Replica("warm", hit_tokens=900))) == "warm"
 
 
-def test_the_scale_of_tokens_does_not_matter_to_least_prefill_work() -> None:
+def test_the_scale_of_tokens_does_not_matter_to_least_prefill_work():
     rng = random.Random(3)
     for _ in range(100):
         replicas = fleet(rng)
@@ -219,20 +216,20 @@ def delays(*replicas: Replica, tokens: int = 1000) -> list[float]:
     return [routing.weighted_prefill(Work(tokens=tokens), replica) for replica in replicas]
 
 
-def test_delay_counts_those_who_follow_a_large_request_to_a_replica_that_many_go_to() -> None:
+def test_delay_counts_those_who_follow_a_large_request_to_a_replica_that_many_go_to():
     at_work = Replica("a", prefill_tokens=500, usual_tokens=250.0)
     calm, hot = at_work._replace(share=0.125), at_work._replace(share=0.75)
     assert delays(calm, hot) == [1500 * (1 + 0.125 * 4), 1500 * (1 + 0.75 * 4)]
     assert delays(calm, hot, tokens=0) == [500, 500]  # who computes nothing delays nobody
 
 
-def test_delay_grows_with_the_answers_that_fill_the_cache() -> None:
+def test_delay_grows_with_the_answers_that_fill_the_cache():
     free = Replica("a", share=0.0)
     half = free._replace(decode_tokens=50_000, cache_tokens=100_000)
     assert delays(free, half) == [1000, 1500]
 
 
-def test_the_scale_of_tokens_does_not_matter_to_delay() -> None:
+def test_the_scale_of_tokens_does_not_matter_to_delay():
     draw = random.Random(5)
     for _ in range(200):
         replica = Replica(
@@ -251,7 +248,7 @@ def test_the_scale_of_tokens_does_not_matter_to_delay() -> None:
         assert large == pytest.approx(7 * small)
 
 
-def test_kappa_of_nothing_is_least_prefill_work() -> None:
+def test_kappa_of_nothing_is_least_prefill_work():
     policy = made({"selector": {"metric": {"by": [{"kappa_work": {"kappa": 0}}, "num_requests"]}}})
     rng = random.Random(5)
     for _ in range(100):
@@ -275,7 +272,7 @@ GUARDED = {
 }
 
 
-def test_thresholds_leave_out_what_is_at_or_above_them() -> None:
+def test_thresholds_leave_out_what_is_at_or_above_them():
     choice = choose(made(GUARDED), WORK, (BUSY, WARM, COLD, IDLE), RoutingMemory())
     assert choice is not None
     assert (choice.backend, choice.passed) == ("idle", "normal")
@@ -286,7 +283,7 @@ def test_thresholds_leave_out_what_is_at_or_above_them() -> None:
     }
 
 
-def test_the_fallback_pass_drops_the_thresholds_that_may_be_dropped_and_no_other_filter() -> None:
+def test_the_fallback_pass_drops_the_thresholds_that_may_be_dropped_and_no_other_filter():
     choice = choose(made(GUARDED), WORK, (BUSY, WARM, COLD), RoutingMemory())
     assert choice is not None
     assert (choice.backend, choice.passed) == ("warm", "fallback")
@@ -295,7 +292,7 @@ def test_the_fallback_pass_drops_the_thresholds_that_may_be_dropped_and_no_other
     assert choose(made(GUARDED), WORK, (), RoutingMemory()) is None
 
 
-def test_of_a_metric_of_which_more_is_better_the_threshold_is_the_least() -> None:
+def test_of_a_metric_of_which_more_is_better_the_threshold_is_the_least():
     policy = made(
         {
             "filters": [{"metric": {"metric": "kv_cache_hit_len", "threshold": 900}}],
@@ -309,11 +306,11 @@ def test_of_a_metric_of_which_more_is_better_the_threshold_is_the_least() -> Non
 
 
 @pytest.mark.parametrize(("age", "stays"), [(0.0, True), (60.9, True), (61.0, False)])
-def test_a_report_is_stale_after_its_seconds(age: float, stays: bool) -> None:
+def test_a_report_is_stale_after_its_seconds(age, stays):
     assert routing.staleness(WORK, Replica("a", age_seconds=age), seconds=60) is stays
 
 
-def test_all_filters_see_all_replicas_even_those_that_are_out() -> None:
+def test_all_filters_see_all_replicas_even_those_that_are_out():
     """A replica that is over its threshold and cannot serve still takes its node with it."""
     broken = BUSY._replace(schedulable=False, node="n1")
     choice = choose(
@@ -337,22 +334,22 @@ UNITS = (
     ("domain", "gone"),
     [("instance", "a"), ("node", "ab"), ("failure-domain", "ac"), ("node-failure-domain", "abcd")],
 )
-def test_a_failure_takes_its_domain_with_it(domain: routing.Domain, gone: str) -> None:
+def test_a_failure_takes_its_domain_with_it(domain, gone):
     assert routing.failover(UNITS, {"a"}, domain=domain) == set(gone)
 
 
-def test_those_without_a_node_do_not_share_one() -> None:
+def test_those_without_a_node_do_not_share_one():
     replicas = (Replica("a"), Replica("b"), Replica("c"))
     assert routing.failover(replicas, {"a"}, domain="node-failure-domain") == {"a"}
 
 
-def test_a_stage_goes_to_replicas_of_its_type() -> None:
+def test_a_stage_goes_to_replicas_of_its_type():
     replicas = (Replica("p", infer_type="prefill"), Replica("d", infer_type="decode"))
     assert pick("load_balance", replicas, WORK._replace(infer_type="decode")) == "d"
     assert pick("load_balance", replicas, WORK._replace(infer_type="prefill")) == "p"
 
 
-def test_who_takes_either_stage_stays_for_both() -> None:
+def test_who_takes_either_stage_stays_for_both():
     replicas = (Replica("n"), Replica("e", infer_type="either"))
     for stage in ("prefill", "decode"):
         assert pick("load_balance", replicas, WORK._replace(infer_type=stage)) == "e"
@@ -379,13 +376,13 @@ def stage(kind: str, *replicas: Replica) -> str:
     return pick("slo_adaptive", replicas, WORK._replace(infer_type=kind))
 
 
-def test_answers_are_packed_where_most_are_that_still_keep_their_time() -> None:
+def test_answers_are_packed_where_most_are_that_still_keep_their_time():
     idle, some, full = either("idle"), either("some", decode_batch=2), either("full", decode_batch=4)
     assert stage("decode", idle, some, full) == "some"
     assert stage("decode", idle, full) == "idle"
 
 
-def test_answers_are_packed_also_if_as_many_take_no_longer_than_one() -> None:
+def test_answers_are_packed_also_if_as_many_take_no_longer_than_one():
     flat = SPEED._replace(tpot=((1, ((0.0, 10.0), (8192.0, 10.0))), (4, ((0.0, 10.0), (8192.0, 10.0)))))
     idle, some = (
         replica._replace(profile=flat) for replica in (either("idle"), either("some", decode_batch=2))
@@ -393,23 +390,23 @@ def test_answers_are_packed_also_if_as_many_take_no_longer_than_one() -> None:
     assert stage("decode", idle, some) == "some"
 
 
-def test_one_that_only_decodes_gets_answers_before_one_that_could_compute_prompts() -> None:
+def test_one_that_only_decodes_gets_answers_before_one_that_could_compute_prompts():
     reserved, packed = either("reserved", infer_type="decode"), either("packed", decode_batch=2)
     assert stage("decode", reserved, packed) == "reserved"
     assert stage("decode", reserved._replace(decode_batch=4), packed) == "packed"
 
 
-def test_if_all_are_too_slow_the_least_slow_gets_the_answer() -> None:
+def test_if_all_are_too_slow_the_least_slow_gets_the_answer():
     assert stage("decode", either("more", decode_batch=6), either("less", decode_batch=5)) == "less"
 
 
-def test_an_answer_may_go_where_prompts_wait_if_nobody_else_keeps_its_time() -> None:
+def test_an_answer_may_go_where_prompts_wait_if_nobody_else_keeps_its_time():
     # With 10,240 tokens to compute it misses the time to a first token, but not that for each further one.
     late = either("late", decode_batch=2, prefill_tokens=16384)
     assert stage("decode", either("slow", decode_batch=5), late) == "late"
 
 
-def test_an_answer_goes_where_no_prompt_holds_up_its_tokens_if_that_keeps_its_time() -> None:
+def test_an_answer_goes_where_no_prompt_holds_up_its_tokens_if_that_keeps_its_time():
     free = either("free", decode_batch=1, hit_tokens=1000)
     slow = free._replace(backend="slow", decode_batch=5)
     computing = either("computing", decode_batch=2, hit_tokens=1000, prefill_tokens=100)  # 69 ms
@@ -418,14 +415,14 @@ def test_an_answer_goes_where_no_prompt_holds_up_its_tokens_if_that_keeps_its_ti
     assert stage("decode", computing._replace(prefill_tokens=10), free) == "computing"
 
 
-def test_prompts_go_to_those_that_answer_nothing() -> None:
+def test_prompts_go_to_those_that_answer_nothing():
     quick, busy = either("quick"), either("busy", decode_batch=1)
     assert stage("prefill", busy, quick) == "quick"
     assert stage("prefill", busy, quick._replace(prefill_tokens=4096)) == "quick"
     assert pick_or_none("prefill", busy) is None
 
 
-def test_among_equals_one_that_only_computes_prompts_gets_them() -> None:
+def test_among_equals_one_that_only_computes_prompts_gets_them():
     reserved = either("reserved", infer_type="prefill")
     assert stage("prefill", either("other"), reserved) == "reserved"
     assert stage("prefill", either("other"), reserved._replace(prefill_tokens=10)) == "other"
@@ -438,7 +435,7 @@ def pick_or_none(kind: str, *replicas: Replica) -> Choice | None:
 # Selectors
 
 
-def test_of_the_best_few_any_may_be_taken_and_none_else() -> None:
+def test_of_the_best_few_any_may_be_taken_and_none_else():
     policy = made({"selector": {"metric": {"by": ["num_requests"], "top_k": 2}}})
     found = set()
     for number in range(40):
@@ -448,20 +445,20 @@ def test_of_the_best_few_any_may_be_taken_and_none_else() -> None:
     assert found == {"idle", "cold"}
 
 
-def test_two_that_are_drawn_are_never_the_worst() -> None:
+def test_two_that_are_drawn_are_never_the_worst():
     found = {pick("power_of_two", choices=number) for number in range(200)}
     assert found == {"idle", "cold", "warm"}
     assert pick("power_of_two", (BUSY,)) == "busy"
 
 
-def test_a_session_stays_where_it_was() -> None:
+def test_a_session_stays_where_it_was():
     assert pick("sticky", owners={"s": "busy"}) == "busy"
     assert pick("sticky", owners={"other": "busy"}) == "idle"
     assert pick("sticky", owners={"s": "gone"}) == "idle"
     assert pick("sticky", work=WORK._replace(session=""), owners={"": "busy"}) == "idle"
 
 
-def test_a_session_leaves_a_replica_that_is_overloaded_or_knows_little_of_it() -> None:
+def test_a_session_leaves_a_replica_that_is_overloaded_or_knows_little_of_it():
     owner = {"s": "warm"}
     fresh = (WARM._replace(hit_tokens=500), COLD, IDLE)
     assert pick("unified", owners=owner) == "warm"
@@ -471,7 +468,7 @@ def test_a_session_leaves_a_replica_that_is_overloaded_or_knows_little_of_it() -
     assert pick("sticky", loaded, owners=owner) == "warm"
 
 
-def test_the_memory_of_sessions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_sessions_is_bounded(monkeypatch):
     monkeypatch.setattr(routing, "MAX_SESSIONS", 2)
     memory = RoutingMemory()
     for session in "abac":
@@ -479,7 +476,7 @@ def test_the_memory_of_sessions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     assert list(memory.owners) == ["a", "c"]
 
 
-def test_an_explanation_shows_the_metrics_and_who_removed_whom() -> None:
+def test_an_explanation_shows_the_metrics_and_who_removed_whom():
     rows = explain(pipeline.build("least_prefill_work"), WORK, (BUSY, WARM), RoutingMemory())
     assert rows == [
         {
@@ -501,7 +498,7 @@ def test_an_explanation_shows_the_metrics_and_who_removed_whom() -> None:
 
 
 @pytest.mark.parametrize("policy", pipeline.shipped())
-def test_a_shipped_policy_survives_being_written_and_read(policy: str) -> None:
+def test_a_shipped_policy_survives_being_written_and_read(policy):
     written = yaml.safe_load(yaml.safe_dump(pipeline.shipped()[policy]))
     mine, shipped = made(written), pipeline.build(policy)
     rng = random.Random(11)
@@ -554,11 +551,11 @@ GOOD = {"selector": "round_robin"}
         ),
     ],
 )
-def test_what_cannot_be_a_policy_is_told_with_the_way_to_it(written: object, text: str) -> None:
+def test_what_cannot_be_a_policy_is_told_with_the_way_to_it(written, text):
     assert any(text in problem for problem in problems(written)), problems(written)
 
 
-def test_all_problems_of_a_policy_are_told_at_once_and_each_only_once() -> None:
+def test_all_problems_of_a_policy_are_told_at_once_and_each_only_once():
     found = problems(
         {
             "metrics": {"tax": {"kappa_work": {"kapa": 1}}},
@@ -574,7 +571,7 @@ def test_all_problems_of_a_policy_are_told_at_once_and_each_only_once() -> None:
     ]
 
 
-def test_numbers_and_flags_may_come_from_variables_as_text() -> None:
+def test_numbers_and_flags_may_come_from_variables_as_text():
     policy = made(
         {
             "filters": [{"metric": {"metric": "num_requests", "threshold": "2", "in_fallback": "true"}}],
@@ -584,7 +581,7 @@ def test_numbers_and_flags_may_come_from_variables_as_text() -> None:
     assert choose(policy, WORK, (BUSY,), RoutingMemory()) is None
 
 
-def test_a_policy_says_which_settings_of_a_service_it_needs() -> None:
+def test_a_policy_says_which_settings_of_a_service_it_needs():
     usage = {"metric": {"metric": "kv_cache_usage_ratio_projected", "threshold": 0.9}}
     policy = made({"neutral": GOOD, "decode": GOOD | {"filters": [usage]}})
     needs = {kind: set(policy.needs(kind)) for kind in ("neutral", "prefill", "decode", "either")}
@@ -593,7 +590,7 @@ def test_a_policy_says_which_settings_of_a_service_it_needs() -> None:
 
 
 @pytest.mark.parametrize("registry", [routing.METRICS, routing.FILTERS, routing.SELECTORS])
-def test_every_step_says_what_it_does_in_one_sentence(registry: dict[str, Callable[..., object]]) -> None:
+def test_every_step_says_what_it_does_in_one_sentence(registry):
     for name, step in registry.items():
         assert step.__doc__, name
         assert step.__doc__.endswith("."), name

@@ -1,7 +1,5 @@
 """One GPU group without a scheduler, told facts by the names of backends and models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -62,30 +62,25 @@ def test_a_gpu_that_becomes_free_while_victims_drain_is_taken_and_nobody_is_seve
     ]
 
 
+def m1_fails_at_first(step, nth):
+    if step.backend == "m1" and nth == 0:
+        return Outcome(1.0, LoadError("no"))
+    return Outcome(10.0 if type(step).__name__ == "Load" else 1.0)
+
+
 @TIED
 def test_a_replica_whose_cool_down_ends_is_taken_and_nobody_is_severed(tie):
-    """m1 fails at 1 and may be tried again at 6; m0 waits for ``x``."""
-
-    def perform(step, nth):
-        if step.backend == "m1" and nth == 0:
-            return Outcome(1.0, LoadError("no"))
-        return Outcome(10.0 if type(step).__name__ == "Load" else 1.0)
-
+    """m1 may be tried again at 6; m0 waits for ``x``."""
     trace = [Arrival(0.0, "x", 200.0), Arrival(0.0, "m", 1.0), Arrival(2.0, "m", 1.0)]
-    log = played(trace, *REPLICAS, X, *tie, perform=perform, resident=("x",), drain_timeout=80.0)
+    log = played(trace, *REPLICAS, X, *tie, perform=m1_fails_at_first, resident=("x",), drain_timeout=80.0)
     assert of(log, "severed", "loading", "failed") == [(0.0, "loading m1"), (6.0, "loading m1")]
     assert waits(log) == {1: 0.0, 2: 16.0, 3: 14.0}
 
 
 @TIED
 def test_a_replica_whose_cool_down_ends_is_taken_also_by_a_queue_that_began_meanwhile(tie):
-    def perform(step, nth):
-        if step.backend == "m1" and nth == 0:
-            return Outcome(1.0, LoadError("no"))
-        return Outcome(10.0 if type(step).__name__ == "Load" else 1.0)
-
     trace = [Arrival(0.0, "x", 200.0), Arrival(0.0, "m", 1.0, patience=0.5), Arrival(3.0, "m", 1.0)]
-    log = played(trace, *REPLICAS, X, *tie, perform=perform, resident=("x",), drain_timeout=80.0)
+    log = played(trace, *REPLICAS, X, *tie, perform=m1_fails_at_first, resident=("x",), drain_timeout=80.0)
     assert of(log, "severed", "loading") == [(0.0, "loading m1"), (6.0, "loading m1")]
 
 

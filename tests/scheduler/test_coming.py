@@ -1,7 +1,5 @@
 """Which load a queue waits for, as far as that will read weights from disk."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -21,7 +19,7 @@ def coming(driver: Driver, model: str, at: float) -> str:
     return found.backend.name if found else ""
 
 
-def test_a_load_is_waited_for_from_the_queue_until_it_begins() -> None:
+def test_a_load_is_waited_for_from_the_queue_until_it_begins():
     driver = Driver(A, B).with_resident("a")
     serving = driver.request("a", 1.0)
     driver.request("b", 2.0)
@@ -34,13 +32,13 @@ def test_a_load_is_waited_for_from_the_queue_until_it_begins() -> None:
     assert coming(driver, "b", 5.0) == ""
 
 
-def test_a_policy_that_holds_the_swap_back_leaves_time_to_read() -> None:
+def test_a_policy_that_holds_the_swap_back_leaves_time_to_read():
     driver = Driver(A, B, policy=HOLDS).with_resident("a")
     assert driver.asked("b", 2.0) == []
     assert (driver.state("a"), coming(driver, "b", 2.0)) == ("ready", "b")
 
 
-def test_a_queue_for_a_place_waits_for_no_load() -> None:
+def test_a_queue_for_a_place_waits_for_no_load():
     driver = Driver(replace(A, concurrency=1)).with_resident("a")
     for at in (1.0, 2.0):
         driver.request("a", at)
@@ -48,7 +46,7 @@ def test_a_queue_for_a_place_waits_for_no_load() -> None:
     assert coming(driver, "a", 2.0) == ""
 
 
-def test_a_queue_for_a_place_at_a_replica_waits_for_no_other_one() -> None:
+def test_a_queue_for_a_place_at_a_replica_waits_for_no_other_one():
     replicas = [backend(name, model="m", concurrency=1) for name in ("m0", "m1")]
     driver = Driver(*replicas, policy=HOLDS).with_resident("m0")
     for at in (1.0, 2.0):
@@ -57,7 +55,7 @@ def test_a_queue_for_a_place_at_a_replica_waits_for_no_other_one() -> None:
     assert (driver.state("m1"), coming(driver, "m", 2.0)) == ("stopped", "")
 
 
-def test_nothing_is_read_in_a_cool_down_or_where_it_is_not_wanted() -> None:
+def test_nothing_is_read_in_a_cool_down_or_where_it_is_not_wanted():
     driver = Driver(A, replace(B, read_ahead=False), policy=HOLDS).with_resident("a")
     driver.request("b", 2.0)
     assert coming(driver, "b", 2.0) == ""
@@ -79,9 +77,7 @@ def test_nothing_is_read_in_a_cool_down_or_where_it_is_not_wanted() -> None:
         ("llamacpp", "freeze", False),
     ],
 )
-def test_from_standby_only_engines_that_forgot_their_weights_read_them(
-    engine: str, level: str, reads: bool
-) -> None:
+def test_from_standby_only_engines_that_forgot_their_weights_read_them(engine, level, reads):
     driver = Driver(A, replace(B, engine=engine, evict_to=(level, "stop")), policy=HOLDS)
     driver.core.adopt_standby("b", 0.0, level, {})
     driver.with_resident("a")
@@ -90,7 +86,7 @@ def test_from_standby_only_engines_that_forgot_their_weights_read_them(
     assert bool(coming(driver, "b", 2.0)) == reads
 
 
-def test_the_swap_that_has_begun_comes_before_priority_and_that_before_age() -> None:
+def test_the_swap_that_has_begun_comes_before_priority_and_that_before_age():
     driver = Driver(A, B, C, replace(backend("d"), priority=5), policy=HOLDS).with_resident("a")
     for at, model in enumerate("bcd", 1):
         driver.request(model, float(at))

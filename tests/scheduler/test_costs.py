@@ -11,7 +11,6 @@ from anvil_mux.scheduler.costs import (
     FIRST_LOAD_SECONDS,
     FIRST_RETURN_SECONDS,
     OTHER_FIRST_LOAD_SECONDS,
-    Cost,
     Costs,
     Footprint,
     Footprints,
@@ -141,12 +140,6 @@ def test_what_is_known_is_known_again_after_a_restart():
     assert estimated(costs, "c", "a")[2] == 1
 
 
-def test_a_cost_is_its_eviction_and_its_load():
-    cost = Cost("a", "b", "stop", 1.5, 9.0)
-    assert cost.seconds == 10.5
-    assert replace(cost, source="").swaps == 0
-
-
 @pytest.mark.parametrize(("models", "name"), [([], ""), (["a"], "a"), (["c", "a", "b"], "a+b+c")])
 def test_a_set_of_victims_has_one_name_in_whatever_order(models, name):
     assert source_of(models) == source_of(reversed(models)) == name
@@ -193,11 +186,6 @@ def test_what_was_not_read_changes_nothing_that_is_known():
     prints.learn("a", "sleep", {}, {"0": 0}, host_bytes=16)
     assert prints.in_standby("a", "sleep") == Footprint("a", "sleep", {}, {}, 16, 1)
     assert prints.held("a") == {"0": 21}
-
-
-def test_of_who_never_left_nothing_is_known():
-    assert Footprints().held("a") == {}
-    assert Footprints().in_standby("a", "sleep") is None
 
 
 def test_what_was_measured_before_the_service_was_described_anew_counts_no_more():

@@ -1,7 +1,5 @@
 """A drain_timeout of a backend's own, bounded and not: histories in, events out. In virtual time."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from math import inf
@@ -159,16 +157,6 @@ def test_nothing_is_asked_again_while_overdue_queues_wait_for_a_drain_without_a_
     driver.request("c", 3.0)
     for moment in (3.0, 8.0, 8.5, 500.0):
         assert driver.core.next_step(moment) == Wait(8.0 if moment < 8.0 else inf)
-
-
-def test_it_is_reprieved_when_nobody_waits_any_more():
-    driver = Driver(IMAGE, CHAT).with_resident("image")
-    running = driver.request("image", 1.0)
-    waiting = driver.request("chat", 2.0)
-    assert (driver.steps(2.0), driver.state("image")) == ([], "draining")
-    assert (driver.give_up(waiting, 400.0), driver.state("image")) == ([], "ready")
-    driver.core.release(running, 500.0)
-    driver.sound()
 
 
 BOTH = backend("both", "0", "1")

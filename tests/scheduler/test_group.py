@@ -13,7 +13,7 @@ from anvil_mux.scheduler.events import Cause, Severance
 from anvil_mux.scheduler.layout import gpu_groups
 from anvil_mux.scheduler.policies import POLICIES, Stay, Unload
 from anvil_mux.scheduler.slot import Evict, Ticket
-from tests.scheduler.driver import TEN, A, B, Driver, backend, held_back
+from tests.scheduler.driver import TEN, A, B, Driver, backend
 
 # Loading and leasing
 
@@ -154,15 +154,6 @@ def test_forty_alternating_requests_cost_two_loads():
 
 
 # Swaps for nobody
-
-
-def test_a_held_swap_whose_waiters_left_is_not_begun_and_the_resident_serves_on_meanwhile():
-    driver, waiting = held_back()
-    assert driver.request("a", 1.5).backend == "a"
-    driver.core.give_up(waiting, 2.0)
-    assert (driver.steps(3.0), driver.until) == ([], inf)
-    assert driver.tell("draining", "gone") == ["gone b"]
-    driver.sound()
 
 
 def test_a_victim_that_only_drains_is_reprieved_when_nobody_waits_any_more():

@@ -1,7 +1,5 @@
 """Home backends come back by themselves: histories in, events out. In virtual time."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from math import inf

@@ -61,12 +61,6 @@ def test_what_a_swap_costs_is_learned_for_each_host():
 M = on("", "m0", model="m"), on("h", "m1", model="m")
 
 
-def test_a_queue_is_served_where_its_wait_is_shortest():
-    fleet = Fleet(*M, costs=[Cost("", "m", "stop", 0.0, 90.0), Cost("", "m", "stop", 0.0, 3.0, 1, "h")])
-    fleet.request("m", 0.0)
-    assert [step.backend for step in fleet.steps] == ["m1"]
-
-
 def test_a_queue_stands_in_one_group_at_a_time_and_of_equal_ones_in_the_first():
     fleet = Fleet(*M)
     fleet.request("m", 0.0)

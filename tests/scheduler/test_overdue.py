@@ -64,16 +64,6 @@ def test_what_a_queue_s_load_is_expected_to_take_is_fixed_with_its_bound_and_sta
     assert (driver.log[-1].kind, driver.log[-1].load, driver.log[-1].seconds) == ("queued", 0.0, 0.0)
 
 
-def test_a_bound_is_fixed_when_its_queue_begins():
-    driver = house()
-    driver.request("m0", 1.0)
-    for name in NAMES[1:]:
-        driver.request(name, 2.0)
-    driver.request("m0", 3.0)
-    assert driver.core.queues["m0"].bound == LEAST_SECONDS
-    assert (driver.steps(3.0), driver.until) == ([], 1.0 + LEAST_SECONDS)
-
-
 def test_a_model_that_is_ready_although_some_wait_for_a_place_is_no_part_of_a_round():
     driver = house(first=backend("a", concurrency=1))
     for name in ("a", "a", *NAMES):

@@ -1,18 +1,12 @@
 """The arithmetic of a GPU group: who holds what, what is missing, who could go."""
 
-import random
-
 import pytest
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.machines import Gpu
 from anvil_mux.scheduler.layout import gpu_groups
-from anvil_mux.scheduler.memory import Candidate, LeastRecentlyUsed, Placement, victims
-from anvil_mux.scheduler.slot import HOLDING
-
-
-def one(name, *gpus, model=None, **fields):
-    return Backend(name, model or name, gpus or ("0",), **fields)
+from anvil_mux.scheduler.memory import LeastRecentlyUsed, Placement
+from tests.scheduler.driver import backend as one
 
 
 def placed(*backends, gpus=(), **states):
@@ -34,11 +28,6 @@ def missing(placement, name):
 TWENTY = (Gpu("0", vram=20, reserve=2),)
 
 
-def test_a_gpu_of_unknown_size_is_needed_whole():
-    placement = placed(one("a", vram=4), one("b"), a="ready")
-    assert (placement.capacity, missing(placement, "b")) == ({"0": 1}, {"0": 1})
-
-
 def test_a_backend_without_declared_memory_needs_the_whole_of_a_gpu():
     placement = placed(one("a"), one("b", vram=5), gpus=TWENTY)
     assert placement.slots["a"].holds == {"0": 18}
@@ -48,11 +37,6 @@ def test_a_backend_without_declared_memory_needs_the_whole_of_a_gpu():
 def test_the_reserve_is_given_to_nobody():
     placement = placed(one("a", vram=10), one("b", vram=9), gpus=TWENTY, a="ready")
     assert missing(placement, "b") == {"0": 1}
-
-
-@pytest.mark.parametrize("state", ["loading", "ready", "draining", "evicting", "stuck"])
-def test_from_its_start_until_it_is_gone_a_backend_holds_its_gpus(state):
-    assert missing(placed(one("a"), one("b"), a=state), "b") == {"0": 1}
 
 
 def test_what_is_standby_holds_what_it_left_behind():
@@ -92,49 +76,6 @@ def test_who_is_staying_cannot_go(staying, expected):
     placement = placed(*(one(name, vram=9) for name in "abc"), gpus=TWENTY, a="ready", c="ready")
     found = placement.victims(placement.slots["b"], set(), set(staying))
     assert (found and [slot.name for slot in found]) == expected
-
-
-def test_the_victims_are_those_that_the_eviction_names_among_all_that_can_go():
-    for seed in range(500):
-        draw = random.Random(seed)
-        backends = [
-            one(
-                str(n),
-                *draw.sample("01", draw.randint(1, 2)),
-                vram=draw.choice((None, 3, 6, 9)),
-                pin=draw.random() < 0.1,
-                priority=draw.choice((0, 0, 1)),
-            )
-            for n in range(5)
-        ]
-        placement = Placement(backends, (Gpu("0", vram=12), Gpu("1", vram=12)), LeastRecentlyUsed)
-        target, *others = placement.slots.values()
-        for slot in others:
-            enter(placement, slot.name, draw.choice(("stopped", "ready", "ready", "standby", "evicting")))
-            slot.residual = dict.fromkeys(slot.holds, 1) if slot.state == "standby" else {}
-            slot.last_used = draw.random()
-        busy = {gpu for slot in others if slot.state == "evicting" for gpu in slot.holds}
-        staying = {slot.name for slot in others if draw.random() < 0.2}
-        shares = target.backend.vram is not None
-        able = [
-            Candidate(slot.name, slot.occupies, 0, slot.used, slot.backend.priority)
-            for slot in others
-            if slot.state == "ready" or (slot.state == "standby" and shares)
-            if not (slot.pinned and slot.state == "ready") and slot.name not in staying
-            if slot.holds.keys() & target.holds.keys() and not slot.holds.keys() & busy
-        ]
-        named = victims(LeastRecentlyUsed(), able, placement.missing(target))
-        found = placement.victims(target, busy, staying)
-        expected = None if busy & target.holds.keys() else named
-        assert (None if found is None else tuple(slot.name for slot in found)) == expected, seed
-        if found is not None:
-            gone = {slot.name for slot in found}
-            for gpu, amount in placement.capacity.items():
-                stay = [s for s in others if s.name not in gone and gpu in s.holds]
-                held = sum(s.holds[gpu] for s in stay if s.state in HOLDING)
-                if target.holds.get(gpu, amount) < amount:  # else it takes what those in standby there leave
-                    held += sum(s.residual.get(gpu, 0) for s in stay if s.state not in HOLDING)
-                assert gpu not in target.holds or held + target.holds[gpu] <= amount, seed
 
 
 def test_what_can_never_fit_is_known_before_anything_is_drained():

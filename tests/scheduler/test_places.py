@@ -7,8 +7,6 @@ import pytest
 from anvil_mux.config.config import Config
 from anvil_mux.errors import LoadError, Overloaded, WaitedTooLong
 from anvil_mux.lab.checker import check
-from anvil_mux.lab.engines import Engines
-from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.events import Cause, Event
 from anvil_mux.scheduler.policies import Stay, SwapTo
@@ -57,11 +55,6 @@ def test_no_more_requests_than_its_concurrency_are_leased_and_each_end_brings_th
     driver.sound()
 
 
-def test_a_model_without_a_limit_has_no_line_while_it_is_resident():
-    driver = Driver(ONE, B).with_resident("b")
-    assert all(driver.request("b", 1.0).backend == "b" for _ in range(50))
-
-
 def test_of_a_line_that_waited_for_the_load_as_many_are_leased_as_there_are_places():
     driver = Driver(TWO)
     waiting = [driver.request("a", at) for at in (1.0, 2.0, 3.0)]
@@ -73,11 +66,6 @@ def test_of_a_line_that_waited_for_the_load_as_many_are_leased_as_there_are_plac
     driver.core.release(waiting[0], 10.0)
     assert waiting[2].backend == "a"
     driver.sound()
-
-
-def test_who_only_wants_it_loaded_takes_no_place_and_waits_for_none():
-    driver, _ = full(ONE, places=1)
-    assert driver.request("a", 2.0, takes_lease=False).backend == "a"
 
 
 def test_who_waits_for_a_place_loads_nothing_and_is_never_overdue():
@@ -176,14 +164,6 @@ def test_places_go_round_the_senders_and_each_senders_requests_keep_their_order(
     driver.sound()
 
 
-def test_a_hundred_requests_of_one_sender_hold_up_the_first_of_another_by_one():
-    driver, (first,) = full(ONE, places=1)
-    for _ in range(100):
-        driver.request("a", 2.0, sender="greedy")
-    driver.request("a", 3.0, sender="modest")
-    assert order(driver, first).index("modest"[0]) == len("greedy")
-
-
 def test_a_line_that_waited_for_a_load_is_taken_in_turns_too_and_a_failed_one_is_forgotten():
     driver = Driver(TWO)
     for sender in "aab":
@@ -232,15 +212,6 @@ def test_the_checker_sees_a_place_given_twice_and_one_that_is_left_free(more, wr
     config = Config(backends=(ONE,))
     assert check(LOG, config) == []
     assert check([*LOG, *more], config) == [wrong]
-
-
-def test_the_throughput_of_a_limited_model_is_that_of_its_places():
-    config = Config(backends=(TWO,), policy="eager")
-    log = simulate(
-        config, [Arrival(1.0 + n / 8, "a", 4.0) for n in range(6)], Engines(other_load_seconds=2.0)
-    )
-    assert check(log, config) == []
-    assert [e.at for e in log if e.kind == "leased"] == [3.0, 3.0, 7.0, 7.0, 11.0, 11.0]
 
 
 @pytest.mark.parametrize("seed", range(5))

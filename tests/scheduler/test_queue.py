@@ -1,4 +1,4 @@
-"""The queue of one model: its order, its bound, and whose turn it is."""
+"""The queue of one model: its order, and whose turn it is."""
 
 from anvil_mux.config.config import Config
 from anvil_mux.scheduler.model import ModelQueue
@@ -7,10 +7,9 @@ from tests.scheduler.driver import A, B
 from tests.scheduler.fleet import Fleet
 
 
-def queue_of(*senders, bound=60.0):
+def queue_of(*senders):
     """A queue with a ticket from each sender, numbered and one second apart."""
     queue = ModelQueue()
-    queue.bound = bound
     for number, sender in enumerate(senders, 1):
         queue.join(Ticket(number, "m", float(number), sender=sender))
     return queue
@@ -44,37 +43,11 @@ def test_a_turn_goes_to_the_first_that_can_use_it():
     assert queue.take(anybody).id == 1
 
 
-def test_a_queue_keeps_the_order_in_which_requests_came_and_senders_take_turns_in_it():
-    queue = queue_of("a", "a", "b", "a")
-    assert numbers(queue) == [1, 2, 3, 4]
-    assert [queue.take(anybody).id for _ in range(4)] == [1, 3, 2, 4]
-    assert not queue
-    assert queue.take(anybody) is None
-
-
-def test_who_leaves_is_never_taken():
-    queue = queue_of("a", "b")
-    queue.leave(queue.first)
-    assert numbers(queue) == [2]
-    assert queue.take(anybody).id == 2
-    assert queue.take(anybody) is None
-
-
 def test_who_wants_no_lease_has_no_turn():
     queue = queue_of()
     queue.join(Ticket(1, "m", 0.0, takes_lease=False))
     assert queue.take(anybody) is None
     assert numbers(queue) == [1]
-
-
-def test_a_queue_is_overdue_its_bound_after_its_first_request_came():
-    assert queue_of("a", "b", bound=30.0).overdue_at == 31.0
-
-
-def test_while_a_model_is_ready_nobody_waits_for_a_load():
-    queue = queue_of("a", bound=30.0)
-    queue.left = 100.0
-    assert queue.overdue_at == 130.0
 
 
 def test_a_queue_that_goes_on_after_a_reload_keeps_who_waits_and_is_overdue_no_later():

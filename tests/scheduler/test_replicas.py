@@ -1,7 +1,5 @@
 """Several backends of one model, over real sockets, with engines whose bytes the test sends."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -59,7 +57,7 @@ def answered(client: RawClient, asked: Asked) -> bytes:
     return answer.header(b"x-anvil-backend") or b""
 
 
-def test_an_answer_and_the_log_say_which_replica_it_was_and_why(rig: Rig) -> None:
+def test_an_answer_and_the_log_say_which_replica_it_was_and_why(rig):
     client = ask(rig)
     told = answered(client, rig.engine.next())
     assert told.startswith(b"a; least_prefill_work: cache_aware_all_prefills_tokens_num ")
@@ -67,7 +65,7 @@ def test_an_answer_and_the_log_say_which_replica_it_was_and_why(rig: Rig) -> Non
     assert rig.events.wait("leased").cause == Cause("routed", detail=told[3:].decode())
 
 
-def test_a_model_with_one_backend_says_nothing_of_routing() -> None:
+def test_a_model_with_one_backend_says_nothing_of_routing():
     with closing(Rig()) as rig:
         assert answered(ask(rig, b'{"model":"a"}'), rig.engine.next()) == b""
 
@@ -83,7 +81,7 @@ def ask_explained(rig: Rig, body: bytes) -> Answer:
     return ask(rig, body, extra=b"X-Anvil-Explain: 1\r\n").read()
 
 
-def test_a_request_that_asks_for_it_is_told_what_speaks_for_each_replica_and_is_not_sent(rig: Rig) -> None:
+def test_a_request_that_asks_for_it_is_told_what_speaks_for_each_replica_and_is_not_sent(rig):
     client = ask(rig, LONG)
     busy = rig.engine.next()
     before = len(rig.events.of("leased"))
@@ -100,7 +98,7 @@ def test_a_request_that_asks_for_it_is_told_what_speaks_for_each_replica_and_is_
     answered(client, busy)
 
 
-def test_a_replica_that_is_not_resident_is_ruled_out_by_its_state(rig: Rig) -> None:
+def test_a_replica_that_is_not_resident_is_ruled_out_by_its_state(rig):
     rig.mux.facts.died("a", "killed")
     b, a = explained(rig)["stages"]["neutral"]
     assert (b["backend"], b["chosen"]) == ("b", True)
@@ -109,7 +107,7 @@ def test_a_replica_that_is_not_resident_is_ruled_out_by_its_state(rig: Rig) -> N
     assert [row["chosen"] for row in explained(rig)["stages"]["neutral"]] == [False, False]
 
 
-def test_numbers_that_nobody_knows_are_null() -> None:
+def test_numbers_that_nobody_knows_are_null():
     backends = (Backend("a", "m", ("0",)), Backend("b", "m", ("1",)))
     policy = {"selector": {"metric": {"by": ["predicted_ttft"]}}}
     with closing(Rig(backends=backends, gpus=(), routing="one", routing_policies={"one": policy})) as rig:
@@ -117,21 +115,21 @@ def test_numbers_that_nobody_knows_are_null() -> None:
         assert explained(rig)["stages"]["neutral"][0]["metrics"] == {"predicted_ttft": None}
 
 
-def test_a_model_with_one_backend_has_nothing_to_explain() -> None:
+def test_a_model_with_one_backend_has_nothing_to_explain():
     with closing(Rig()) as rig:
         assert explained(rig, b'{"model":"a"}')["stages"] == {}
         assert explained(rig, b'{"model":"a"}')["model"] == "a"
         assert json.loads(ask_explained(rig, b'{"model":"x"}').body)["error"]["code"] == "model_not_found"
 
 
-def test_why_explains_the_choice_for_a_request_of_that_length(rig: Rig) -> None:
+def test_why_explains_the_choice_for_a_request_of_that_length(rig):
     answer = rig.client().get(b"/why?model=m&tokens=700")
     found = json.loads(answer.body)["stages"]["neutral"]
     assert [row["metrics"]["cache_aware_all_prefills_tokens_num"] for row in found] == [700, 700]
     assert rig.client().get(b"/why?model=m&tokens=-1").status == 400
 
 
-def test_why_says_so_when_the_policy_would_let_no_replica_take_it() -> None:
+def test_why_says_so_when_the_policy_would_let_no_replica_take_it():
     small = {
         "filters": [{"metric": {"metric": "prefix_miss_tokens", "threshold": 1000, "in_fallback": True}}],
         "selector": "round_robin",
@@ -146,7 +144,7 @@ def test_why_says_so_when_the_policy_would_let_no_replica_take_it() -> None:
         assert verdicts[1000] == refusal
 
 
-def test_the_command_why_shows_it_as_a_table(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_why_shows_it_as_a_table(rig, capsys):
     url = f"http://127.0.0.1:{rig.address[1]}"
     assert main(["why", "m", "--tokens", "700", "--url", url]) == 0
     sentence, *lines = capsys.readouterr().out.splitlines()
@@ -160,7 +158,7 @@ def test_the_command_why_shows_it_as_a_table(rig: Rig, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.splitlines() == [sentence]
 
 
-def test_what_an_engine_says_of_itself_is_told_with_its_age(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_an_engine_says_of_itself_is_told_with_its_age(capsys):
     with closing(fleet("num_requests", routing_mode="full")) as rig:
         rig.mux.tell(rig.mux.scheduler.observed, "a", EngineLoad(running=3, waiting=1, usage=0.5))
         a, b = explained(rig)["stages"]["neutral"]
@@ -177,20 +175,20 @@ def test_what_an_engine_says_of_itself_is_told_with_its_age(capsys: pytest.Captu
         assert re.search(r"nothing for \S+ s$", lines[1])
 
 
-def test_without_the_mode_full_nothing_is_told_of_engines(rig: Rig) -> None:
+def test_without_the_mode_full_nothing_is_told_of_engines(rig):
     rig.mux.tell(rig.mux.scheduler.observed, "a", EngineLoad(running=3, waiting=1))
     assert "engine" not in explained(rig)["stages"]["neutral"][0]
     backends = json.loads(rig.client().get(b"/healthz").body)["models"]["m"]["backends"]
     assert backends["a"]["engine"] is None
 
 
-def test_a_request_goes_where_less_is_waiting(rig: Rig) -> None:
+def test_a_request_goes_where_less_is_waiting(rig):
     first, second = ask(rig), rig.engine.next()
     assert answered(ask(rig), rig.other.next())[:1] == b"b"
     assert answered(first, second)[:1] == b"a"
 
 
-def test_a_conversation_returns_to_the_replica_that_knows_it(rig: Rig) -> None:
+def test_a_conversation_returns_to_the_replica_that_knows_it(rig):
     answered(ask(rig, LONG), rig.engine.next())
     rig.events.wait("released")
     answered(ask(rig), rig.other.next())
@@ -198,7 +196,7 @@ def test_a_conversation_returns_to_the_replica_that_knows_it(rig: Rig) -> None:
     assert b"cache_aware_all_prefills_tokens_num" in answered(ask(rig, LONG), rig.engine.next())
 
 
-def test_a_session_named_in_a_header_stays() -> None:
+def test_a_session_named_in_a_header_stays():
     with closing(fleet("sticky")) as rig:
         held, waiting = ask(rig, extra=b"X-Session-ID: s\r\n"), rig.engine.next()
         again = ask(rig, extra=b"X-Session-ID: s\r\n")
@@ -216,7 +214,7 @@ def said(cached: int | None) -> bytes:
     )
 
 
-def test_what_the_router_thought_cached_is_recorded_where_the_engine_says_what_was(rig: Rig) -> None:
+def test_what_the_router_thought_cached_is_recorded_where_the_engine_says_what_was(rig):
     foreseen = []
     for number, cached in enumerate((0, 5000, None), 1):
         client = ask(rig, LONG)
@@ -228,7 +226,7 @@ def test_what_the_router_thought_cached_is_recorded_where_the_engine_says_what_w
     assert second == pytest.approx(1.0, abs=0.1)
 
 
-def test_the_first_byte_of_a_stream_says_that_its_prefill_is_done(rig: Rig) -> None:
+def test_the_first_byte_of_a_stream_says_that_its_prefill_is_done(rig):
     client = ask(rig, LONG.replace(b'{"model"', b'{"stream":true,"model"', 1))
     streaming = rig.engine.next()
     streaming.send(SSE_HEAD)
@@ -244,7 +242,7 @@ def test_the_first_byte_of_a_stream_says_that_its_prefill_is_done(rig: Rig) -> N
     assert client.read_chunks() == (b"", True)
 
 
-def test_the_first_byte_of_a_translated_stream_says_so_too(rig: Rig) -> None:
+def test_the_first_byte_of_a_translated_stream_says_so_too(rig):
     client = rig.client()
     question = {"model": "m", "messages": [{"role": "user", "content": "x" * 4000}]}
     client.post(json.dumps(question).encode(), path=b"/api/chat")
@@ -262,7 +260,7 @@ def test_the_first_byte_of_a_translated_stream_says_so_too(rig: Rig) -> None:
     client.read_until(b'"done":true')
 
 
-def test_what_an_engine_says_of_tokens_is_learned(rig: Rig) -> None:
+def test_what_an_engine_says_of_tokens_is_learned(rig):
     before = rig.mux.overview.bytes_per_token("m")
     client, body = ask(rig, LONG), b'{"usage":{"prompt_tokens":22000}}'
     rig.engine.next().send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body), body)
@@ -274,14 +272,14 @@ def test_what_an_engine_says_of_tokens_is_learned(rig: Rig) -> None:
 # What becomes of a request when its replica goes
 
 
-def test_a_request_without_a_byte_moves_when_its_replica_dies(rig: Rig) -> None:
+def test_a_request_without_a_byte_moves_when_its_replica_dies(rig):
     rig.mechanism.end = "killed"
     client = ask(rig)
     rig.engine.next().reset()
     assert answered(client, rig.other.next())[:1] == b"b"
 
 
-def test_an_answer_that_only_we_have_seen_begins_anew_elsewhere(rig: Rig) -> None:
+def test_an_answer_that_only_we_have_seen_begins_anew_elsewhere(rig):
     rig.mechanism.end = "killed"
     client = ask(rig)
     asked = rig.engine.next()
@@ -291,7 +289,7 @@ def test_an_answer_that_only_we_have_seen_begins_anew_elsewhere(rig: Rig) -> Non
 
 
 @pytest.mark.parametrize("sent", [b"", SSE_HEAD], ids=["nothing", "head"])
-def test_a_stream_without_content_moves_and_its_client_sees_one_answer(rig: Rig, sent: bytes) -> None:
+def test_a_stream_without_content_moves_and_its_client_sees_one_answer(rig, sent):
     rig.mechanism.end = "killed"
     client = ask(rig, STREAM)
     asked = rig.engine.next()
@@ -305,7 +303,7 @@ def test_a_stream_without_content_moves_and_its_client_sees_one_answer(rig: Rig,
     assert client.read_chunks() == (b"data: 1\n\n", True)
 
 
-def test_a_stream_that_has_begun_breaks_off_with_an_error(rig: Rig) -> None:
+def test_a_stream_that_has_begun_breaks_off_with_an_error(rig):
     rig.mechanism.end = "killed"
     client = ask(rig, STREAM)
     asked = rig.engine.next()
@@ -318,7 +316,7 @@ def test_a_stream_that_has_begun_breaks_off_with_an_error(rig: Rig) -> None:
     assert rig.other.asked.empty()
 
 
-def test_a_request_without_a_byte_moves_when_its_replica_is_put_out(rig: Rig) -> None:
+def test_a_request_without_a_byte_moves_when_its_replica_is_put_out(rig):
     first = ask(rig)
     rig.engine.next()
     elsewhere = ask(rig, LONG)
@@ -330,7 +328,7 @@ def test_a_request_without_a_byte_moves_when_its_replica_is_put_out(rig: Rig) ->
     rig.events.wait("released", 2)
 
 
-def test_a_connection_that_a_replica_closes_is_the_failure_of_its_request_alone(rig: Rig) -> None:
+def test_a_connection_that_a_replica_closes_is_the_failure_of_its_request_alone(rig):
     first = ask(rig)
     asked = rig.engine.next()
     elsewhere = ask(rig, LONG)
@@ -344,7 +342,7 @@ def test_a_connection_that_a_replica_closes_is_the_failure_of_its_request_alone(
     assert rig.events.of("draining") == []
 
 
-def test_a_stream_that_waits_is_taken_back_when_another_replica_is_idle(rig: Rig) -> None:
+def test_a_stream_that_waits_is_taken_back_when_another_replica_is_idle(rig):
     """Two at each; those at b end, and the second one at a moves, unseen by its client."""
     clients, asked = [], []
     for engine in (rig.engine, rig.other) * 2:
@@ -361,7 +359,7 @@ def test_a_stream_that_waits_is_taken_back_when_another_replica_is_idle(rig: Rig
 
 
 @pytest.mark.parametrize("body", [ASK, STREAM])
-def test_a_request_without_a_byte_moves_when_its_replica_turns_stale(body: bytes) -> None:
+def test_a_request_without_a_byte_moves_when_its_replica_turns_stale(body):
     with closing(fleet("load_balance", routing_mode="full")) as rig:
         client = ask(rig, body)
         asked = rig.engine.next()
@@ -373,7 +371,7 @@ def test_a_request_without_a_byte_moves_when_its_replica_turns_stale(body: bytes
         assert (client.read().header(b"x-anvil-backend") or b"").startswith(b"b; load_balance: ")
 
 
-def test_a_request_under_which_two_replicas_end_is_refused_and_the_next_one_is_served(rig: Rig) -> None:
+def test_a_request_under_which_two_replicas_end_is_refused_and_the_next_one_is_served(rig):
     rig.mechanism.end = "exited with code 139"
     client = ask(rig)
     rig.engine.next().reset()
@@ -387,7 +385,7 @@ def test_a_request_under_which_two_replicas_end_is_refused_and_the_next_one_is_s
     assert answered(reloaded, rig.engine.next())[:1] == b"a"
 
 
-def test_a_replica_that_fails_takes_those_on_its_node_out_with_it() -> None:
+def test_a_replica_that_fails_takes_those_on_its_node_out_with_it():
     policy = {"filters": ["schedulability", {"failover": {"domain": "node"}}], "selector": "round_robin"}
     backends = (
         Backend("a", "m", ("0",), node="one", failure_domain="left"),
@@ -402,7 +400,7 @@ def test_a_replica_that_fails_takes_those_on_its_node_out_with_it() -> None:
             assert told == b"b; one: its turn; not a (failover), c (schedulability)"
 
 
-def test_a_policy_that_lets_nobody_take_more_is_an_overload() -> None:
+def test_a_policy_that_lets_nobody_take_more_is_an_overload():
     policy = {
         "filters": [{"metric": {"metric": "num_requests", "threshold": 1, "in_fallback": True}}],
         "selector": "round_robin",
@@ -435,7 +433,7 @@ def three(folder: Path) -> Path:
     return file
 
 
-def test_an_engine_that_is_killed_under_load_loses_no_request_that_had_not_begun(tmp_path: Path) -> None:
+def test_an_engine_that_is_killed_under_load_loses_no_request_that_had_not_begun(tmp_path):
     """Thirty answers in one piece at three replicas, one of which is killed among them."""
     state = tmp_path / "state"
     with serving(three(tmp_path), state=state) as mux, ThreadPoolExecutor(30) as pool:
@@ -464,7 +462,7 @@ def until(true: Callable[[], bool]) -> None:
     raise AssertionError("it never came true")
 
 
-def test_the_logs_of_replicas_are_told_apart(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_logs_of_replicas_are_told_apart(rig, capsys):
     rig.logs |= {"a": ["of a"], "b": ["of b"]}
     url = "http://{}:{}".format(*rig.address)
     assert main(["logs", "m", "--url", url]) == 0

@@ -11,10 +11,7 @@ from anvil_mux.scheduler.costs import Costs, Footprints
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.slot import NOTHING, Ticket
-
-
-def backend(name, *gpus, model=None, **fields):
-    return Backend(name, model or name, gpus or ("0",), **fields)
+from tests.scheduler.driver import backend
 
 
 class House:
@@ -87,15 +84,6 @@ def test_the_end_of_a_drain_is_the_next_moment_and_cuts_what_still_runs_before_t
     assert names(house.core.evicted(effects.steps[0], 9.0).steps) == ["load b"]
 
 
-def test_time_that_passes_before_the_moment_has_no_effects_on_who_waits():
-    house = House(backend("a"), backend("b"), drain_timeout=5.0)
-    house.resident("a")
-    house.core.requested(house.ticket("a", 1.0), 1.0)
-    house.core.requested(house.ticket("b", 2.0), 2.0)
-    effects = house.core.time_passed(6.5)
-    assert (effects.woken, effects.cut, effects.steps, effects.ask_at) == ([], [], [], 7.0)
-
-
 def reports_of_old_steps_are_ignored(scheduler=Scheduler):
     house = House(backend("a"), scheduler=scheduler)
     (load,) = house.core.requested(house.ticket("a", 0.0), 0.0).steps
@@ -131,17 +119,6 @@ def test_an_unload_with_nothing_to_unload_has_no_effects():
     assert house.core.unload_asked("a", 0.0) is NOTHING
 
 
-def test_what_one_group_does_with_host_memory_is_settled_with_the_others_at_once():
-    """``b`` is overdue and lacks host memory, which the idle ``a`` on another GPU has."""
-    house = House(backend("a", "0", ram=6), backend("b", "1", ram=6), host_memory=10, max_wait=5.0)
-    house.resident("a")
-    effects = house.core.requested(house.ticket("b", 1.0), 1.0)
-    while not effects.steps and effects.ask_at < 60.0:
-        effects = house.core.time_passed(effects.ask_at)
-    assert names(effects.steps) == ["evict a"]
-    assert names(house.core.evicted(effects.steps[0], 20.0).steps) == ["load b"]
-
-
 def test_a_request_that_gives_up_is_no_more_and_its_swap_is_not_begun():
     house = House(backend("a"), backend("b"))
     house.resident("a")
@@ -153,14 +130,6 @@ def test_a_request_that_gives_up_is_no_more_and_its_swap_is_not_begun():
     assert isinstance(waiting.error, WaitedTooLong)
     assert house.core.abandoned(waiting, 3.0) is NOTHING
     assert house.kinds()[-2:] == ["failed b", "ready a"]
-
-
-def test_nothing_is_begun_where_it_is_not_known_yet_what_runs():
-    house = House(backend("a"), backend("b"))
-    house.core.expected(["a", "b"])
-    assert house.core.requested(house.ticket("b", 1.0), 1.0).steps == []
-    assert house.core.adopted("a", 2.0).steps == []
-    assert names(house.core.looked_at("b", 3.0).steps) == ["evict a"]
 
 
 def test_what_runs_already_is_adopted_if_it_fits_beside_the_others_and_has_no_effects_if_not():

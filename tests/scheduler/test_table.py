@@ -269,14 +269,6 @@ def test_a_sleeper_whose_remains_do_not_fit_beside_those_who_run_is_not_taken_ov
     assert not driver.core.adopt_standby("c", 0.0, "sleep", {"0": 2})
 
 
-def test_who_died_while_standby_is_started_from_nothing():
-    driver = evicted("sleep")
-    driver.core.died("a", 3.5, "killed")
-    driver.asked("a", 4.0)
-    driver.core.evicted("b", 5.0)
-    assert driver.core.next_step(5.0) == Load("a", "stop")
-
-
 def test_who_could_not_be_put_out_is_stopped_and_not_asked_to_sleep_again():
     driver = Driver(backend("a", evict_to=("sleep",)), B).with_resident("a")
     driver.asked("b", 1.0)

@@ -1,7 +1,5 @@
 """A program that goes on although nobody takes what it prints: a full disk, a pipe without a reader."""
 
-from __future__ import annotations
-
 import http.client
 import os
 import signal
@@ -49,7 +47,7 @@ def standard_error(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def begun(state: Path, standard_error: int, *flags: str, **more: float) -> Running:
     """anvil-mux that serves with this standard error."""
-    file = compose(state, **more)  # type: ignore[arg-type]
+    file = compose(state, **more)
     command = [sys.executable, "-m", "anvil_mux", "serve", str(file), "--port", "0", "--on-exit", "stop"]
     environ = {**os.environ, "XDG_STATE_HOME": str(state)}
     process = subprocess.Popen(
@@ -65,7 +63,7 @@ def begun(state: Path, standard_error: int, *flags: str, **more: float) -> Runni
     return running
 
 
-def test_it_reloads_and_ends_in_order(state: Path, standard_error: int) -> None:
+def test_it_reloads_and_ends_in_order(state, standard_error):
     running = begun(state, standard_error, "--drain-timeout", "0", tokens_per_second=20)
     with stream(running, "a", 10_000) as answer:
         pid = engine_pid(state, "a")
@@ -82,7 +80,7 @@ def test_it_reloads_and_ends_in_order(state: Path, standard_error: int) -> None:
 
 
 @pytest.mark.parametrize("standard_error", ["a full disk", "a pipe that nobody reads"], indirect=True)
-def test_the_second_signal_ends_it_at_once(state: Path, standard_error: int) -> None:
+def test_the_second_signal_ends_it_at_once(state, standard_error):
     running = begun(state, standard_error, tokens_per_second=20)
 
     def readiness() -> int | None:
@@ -97,7 +95,7 @@ def test_the_second_signal_ends_it_at_once(state: Path, standard_error: int) -> 
         assert running.cut_short() == 130
 
 
-def test_it_serves_without_any_standard_stream(state: Path) -> None:
+def test_it_serves_without_any_standard_stream(state):
     command = [sys.executable, "-m", "anvil_mux", "serve", str(compose(state)), "--port", "0"]
     close = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command, "--on-exit", "stop"]
     process = subprocess.Popen(close, env={**os.environ, "XDG_STATE_HOME": str(state)})
@@ -111,9 +109,7 @@ def test_it_serves_without_any_standard_stream(state: Path) -> None:
     ("words", "unbuffered"),
     [(["version"], ""), (["config"], "1"), (["--help"], ""), (["--help"], "1"), (["ps", "--help"], "")],
 )
-def test_a_command_whose_output_is_full_says_so_without_a_traceback(
-    words: list[str], unbuffered: str, state: Path
-) -> None:
+def test_a_command_whose_output_is_full_says_so_without_a_traceback(words, unbuffered, state):
     compose(state)
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
@@ -128,20 +124,20 @@ def test_a_command_whose_output_is_full_says_so_without_a_traceback(
     assert done.stderr == "anvil-mux: error: standard output cannot be written: No space left on device\n"
 
 
-def test_a_command_without_an_output_ends_well() -> None:
+def test_a_command_without_an_output_ends_well():
     close = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "anvil_mux", "version"]
     done = subprocess.run(close, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_file_that_a_shell_left_open_for_reading_is_no_standard_error(state: Path) -> None:
+def test_a_file_that_a_shell_left_open_for_reading_is_no_standard_error(state):
     file = compose(state)
     close = ["sh", "-c", f'exec "$@" 2<{file}', "sh", sys.executable, "-m", "anvil_mux", "check", str(file)]
     done = subprocess.run(close, stdout=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stdout
 
 
-def test_ctrl_c_while_the_program_is_being_imported_ends_it_quietly(tmp_path: Path) -> None:
+def test_ctrl_c_while_the_program_is_being_imported_ends_it_quietly(tmp_path):
     """A module that interrupts us where the commands' imports begin."""
     (tmp_path / "argparse.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     started = "import sys, runpy; sys.argv = ['anvil-mux', 'version']; import signal; "

@@ -1,7 +1,5 @@
 """What the machine says of a configuration is in it before it is used."""
 
-from __future__ import annotations
-
 import resource
 from dataclasses import replace
 
@@ -17,7 +15,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
 
 
-def test_there_are_no_more_connections_than_files_can_be_opened_for() -> None:
+def test_there_are_no_more_connections_than_files_can_be_opened_for():
     bounded = building.bounded(Config((), warnings=("one",)), 16 << 30)
     assert bounded.max_connections == (1024 - 256) // 2
     assert bounded.warnings == (
@@ -30,12 +28,12 @@ def test_there_are_no_more_connections_than_files_can_be_opened_for() -> None:
     assert building.bounded(Config((), tls_cert="/cert"), 16 << 30).max_connections == (1024 - 256) // 4
 
 
-def test_without_a_limit_of_files_the_setting_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_limit_of_files_the_setting_holds(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
     assert building.bounded(Config((), max_connections=10**6), 16 << 30).max_connections == 10**6
 
 
-def test_all_bodies_have_an_eighth_of_the_memory_and_at_least_room_for_one() -> None:
+def test_all_bodies_have_an_eighth_of_the_memory_and_at_least_room_for_one():
     config = Config((), max_connections=10)
     assert building.bounded(config, 16 << 30).max_bodies == 2 << 30
     assert building.bounded(replace(config, max_bodies=5 << 30), 16 << 30).max_bodies == 5 << 30

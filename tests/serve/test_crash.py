@@ -1,7 +1,5 @@
 """Local processes: anvil-mux is killed at random moments and loses nothing but what was in flight."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -69,7 +67,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.crash
-def test_no_crash_leaves_an_orphan_two_residents_or_half_a_file(folder: Path) -> None:
+def test_no_crash_leaves_an_orphan_two_residents_or_half_a_file(folder):
     file = compose(folder)
 
     def start(*flags: str) -> Running:

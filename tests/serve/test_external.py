@@ -1,7 +1,5 @@
 """The watch over external servers, and one real anvil-mux behind another, with TLS."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -35,7 +33,7 @@ def server() -> Iterator[FakeEngine]:
 
 def there(server: FakeEngine, **settings: str) -> Backend:
     made = Backend("gpt", "gpt", url=f"{server.url}/openai/v1", service=Service(key="sk-ours"))
-    return replace(made, **settings)  # type: ignore[arg-type]
+    return replace(made, **settings)
 
 
 def answer(code: int, body: bytes = b"{}") -> bytes:
@@ -52,7 +50,7 @@ def answer(code: int, body: bytes = b"{}") -> bytes:
         (answer(503), "answers 503 to GET /openai/v1/models", ""),
     ],
 )
-def test_how_a_server_is(server: FakeEngine, said: bytes, problem: str, hint: str) -> None:
+def test_how_a_server_is(server, said, problem, hint):
     heads: list[bytes] = []
 
     def say(request: Asked) -> bytes:
@@ -65,13 +63,13 @@ def test_how_a_server_is(server: FakeEngine, said: bytes, problem: str, hint: st
     assert heads[0].startswith(b"GET /openai/v1/models ")
 
 
-def test_a_model_that_is_listed_is_well(server: FakeEngine) -> None:
+def test_a_model_that_is_listed_is_well(server):
     server.answer = lambda _: answer(200, LIST)
     assert look_at_server(there(server, served_model="gpt-5-mini")) == Finding(card=ModelCard(4096))
     assert warnings([there(server, served_model="gpt-5-mini")]) == []
 
 
-def test_check_warns_of_one_that_does_not_answer(server: FakeEngine) -> None:
+def test_check_warns_of_one_that_does_not_answer(server):
     server.stop_listening()
     [told] = warnings([there(server), Backend("local", "local")])
     assert told.startswith(f"service gpt: {server.url}/openai/v1 cannot be reached: ")
@@ -87,7 +85,7 @@ class Watched:
         self.asked: list[str] = []
         self.said: list[str] = []
         clock = Clock()
-        clock.now = lambda: self.moment  # type: ignore[method-assign, assignment]
+        clock.now = lambda: self.moment
         self.circuits = Circuits(clock)
         self.cards: list[CardRead] = []
         self.watch = ExternalServers(self.circuits, self.said.append, ask=self._ask, read=self.cards.append)
@@ -98,7 +96,7 @@ class Watched:
         return Finding(self.problem, card=self.card)
 
 
-def test_what_its_list_says_of_the_model_is_taken_for_its_card() -> None:
+def test_what_its_list_says_of_the_model_is_taken_for_its_card():
     found = Watched()
     found.watch.look()
     assert found.cards == []
@@ -107,7 +105,7 @@ def test_what_its_list_says_of_the_model_is_taken_for_its_card() -> None:
     assert found.cards == [CardRead("gpt", GPT.url, ModelCard(4096))]
 
 
-def test_one_is_asked_at_the_start_and_when_nothing_was_heard_for_a_while() -> None:
+def test_one_is_asked_at_the_start_and_when_nothing_was_heard_for_a_while():
     found = Watched()
     found.watch.look()
     found.watch.look()
@@ -122,7 +120,7 @@ def test_one_is_asked_at_the_start_and_when_nothing_was_heard_for_a_while() -> N
     assert found.asked == ["gpt", "gpt"]
 
 
-def test_one_that_is_away_is_asked_after_each_pause_until_it_is_back() -> None:
+def test_one_that_is_away_is_asked_after_each_pause_until_it_is_back():
     found = Watched()
     found.problem = "cannot be reached: refused"
     found.watch.look()
@@ -137,7 +135,7 @@ def test_one_that_is_away_is_asked_after_each_pause_until_it_is_back() -> None:
     ]
 
 
-def test_a_server_that_is_configured_anew_begins_anew() -> None:
+def test_a_server_that_is_configured_anew_begins_anew():
     found = Watched()
     found.problem = "cannot be reached"
     found.watch.look()
@@ -177,7 +175,7 @@ def wrote(folder: Path, text: str, **put: str) -> Path:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
-def test_one_anvil_mux_behind_another(tmp_path: Path) -> None:
+def test_one_anvil_mux_behind_another(tmp_path):
     for name in ("near", "far"):
         (tmp_path / name).mkdir()
     cert, _ = make_certificate(tmp_path / "far")

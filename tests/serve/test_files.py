@@ -1,15 +1,11 @@
 """A change of the files that a configuration comes from is seen once they are left alone."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from anvil_mux.serve.files import WatchedFiles
 
 
-def test_a_file_that_is_new_among_those_watched_is_no_news_until_it_changes(tmp_path: Path) -> None:
+def test_a_file_that_is_new_among_those_watched_is_no_news_until_it_changes(tmp_path):
     file, keys = tmp_path / "compose.yaml", tmp_path / "keys"
     keys.write_text("1")
     files = [str(file)]
@@ -20,7 +16,7 @@ def test_a_file_that_is_new_among_those_watched_is_no_news_until_it_changes(tmp_
     assert [watch.has_news() for _ in range(3)] == [False, True, False]
 
 
-def test_a_file_is_news_once_it_has_been_left_alone(tmp_path: Path) -> None:
+def test_a_file_is_news_once_it_has_been_left_alone(tmp_path):
     file, other = tmp_path / "compose.yaml", tmp_path / ".env"
     file.write_text("1")
     watch = WatchedFiles(lambda: [str(file), str(other)], pytest.fail)

@@ -1,7 +1,5 @@
 """Which hosts are in use is read by one thread while another adds to them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from anvil_mux.cluster.cluster import Cluster

@@ -1,7 +1,5 @@
 """A whole anvil-mux over three simulated hosts: served, drained, killed and found again."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

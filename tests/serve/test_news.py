@@ -1,7 +1,5 @@
 """The news of a host reach whom they concern."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -63,7 +61,7 @@ def handed_on(*news: object) -> tuple[NewsReader, list[object]]:
     return reader, listener.told
 
 
-def test_each_kind_of_news_is_told_once() -> None:
+def test_each_kind_of_news_is_told_once():
     _, told = handed_on(
         ServiceEnded("a", "exited with code 1", ("last words",), 7),
         LoadStage("a", "reading weights", 0.5, 3.0),
@@ -86,13 +84,13 @@ def test_each_kind_of_news_is_told_once() -> None:
     ]
 
 
-def test_a_host_has_no_news_of_the_backends_of_others() -> None:
+def test_a_host_has_no_news_of_the_backends_of_others():
     listener = Listener(ServiceEnded("a", "ended"), LoadStage("a", "x"), PromptsKept("a", 1, 1, 1))
     listener.reader("h").read()
     assert listener.told == []
 
 
-def test_what_other_processes_hold_is_told_and_what_was_seen_is_kept() -> None:
+def test_what_other_processes_hold_is_told_and_what_was_seen_is_kept():
     other = OtherProcess("0", 1, 3 << 30)
     gpu_uses = {"0": GpuUse(4 << 30, 24 << 30, {"a": 1 << 30}, (other,)), "1": GpuUse(0, 24 << 30)}
     reader, told = handed_on(GpusRead(gpu_uses))
@@ -101,13 +99,13 @@ def test_what_other_processes_hold_is_told_and_what_was_seen_is_kept() -> None:
     assert told[1:] == ["watched"]
 
 
-def test_where_a_gpu_is_left_to_others_it_is_looked_at_more_often() -> None:
+def test_where_a_gpu_is_left_to_others_it_is_looked_at_more_often():
     listener = Listener(GpusRead({"0": GpuUse(0, 24 << 30)}), yield_above=1)
     listener.reader().read()
     assert listener.told == [("memory_seen", {}, {"host": ""}), "watched"]
 
 
-def test_a_mistake_of_who_is_told_loses_only_that_news() -> None:
+def test_a_mistake_of_who_is_told_loses_only_that_news():
     listener = Listener(PhaseTook("a", "load", 2.0), PhaseTook("a", "ready", 1.0))
     took: list[str] = []
 

@@ -1,7 +1,5 @@
 """What systemd is told: a datagram socket stands for it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -62,18 +60,18 @@ def manager(address: str) -> Iterator[Manager]:
         yield manager
 
 
-def test_without_a_manager_nothing_is_told() -> None:
+def test_without_a_manager_nothing_is_told():
     notifier = Notifier({})
     notifier.tell(READY="1")
     assert not notifier.is_heard
 
 
-def test_each_field_is_a_line(manager: Manager, address: str) -> None:
+def test_each_field_is_a_line(manager, address):
     Notifier({"NOTIFY_SOCKET": address}).tell(READY="1", STATUS="resident: none")
     assert manager.hears() == {"READY": "1", "STATUS": "resident: none"}
 
 
-def test_an_address_may_have_no_file() -> None:
+def test_an_address_may_have_no_file():
     name = f"anvil-mux-test-{os.getpid()}"
     manager = Manager(f"\0{name}")
     with manager.socket:
@@ -81,17 +79,17 @@ def test_an_address_may_have_no_file() -> None:
         assert manager.hears() == {"READY": "1"}
 
 
-def test_a_manager_that_is_gone_does_no_harm(address: str) -> None:
+def test_a_manager_that_is_gone_does_no_harm(address):
     Notifier({"NOTIFY_SOCKET": address}).tell(READY="1")
 
 
-def test_engines_and_commands_cannot_speak_in_our_place(address: str) -> None:
+def test_engines_and_commands_cannot_speak_in_our_place(address):
     environ = {"NOTIFY_SOCKET": address, "WATCHDOG_USEC": WATCHDOG, "WATCHDOG_PID": "1", "HOME": "/"}
     Notifier(environ)
     assert environ == {"HOME": "/"}
 
 
-def test_the_status_is_told_when_it_changes_and_life_each_time(manager: Manager, address: str) -> None:
+def test_the_status_is_told_when_it_changes_and_life_each_time(manager, address):
     notifier = Notifier({"NOTIFY_SOCKET": address, "WATCHDOG_USEC": WATCHDOG})
     for status in ("one", "one", "two"):
         notifier.beat(lambda status=status: status)
@@ -103,9 +101,7 @@ def test_the_status_is_told_when_it_changes_and_life_each_time(manager: Manager,
 
 
 @pytest.mark.parametrize("environ", [{}, {"WATCHDOG_USEC": WATCHDOG, "WATCHDOG_PID": "1"}])
-def test_without_a_watchdog_of_ours_only_news_are_told(
-    manager: Manager, address: str, environ: dict[str, str]
-) -> None:
+def test_without_a_watchdog_of_ours_only_news_are_told(manager, address, environ):
     notifier = Notifier({"NOTIFY_SOCKET": address, **environ})
     for _ in range(2):
         notifier.beat(lambda: "one")
@@ -113,12 +109,12 @@ def test_without_a_watchdog_of_ours_only_news_are_told(
     assert manager.has_heard_nothing()
 
 
-def test_who_does_not_go_well_gives_no_sign_of_life(manager: Manager, address: str) -> None:
+def test_who_does_not_go_well_gives_no_sign_of_life(manager, address):
     Notifier({"NOTIFY_SOCKET": address, "WATCHDOG_USEC": WATCHDOG}).beat(lambda: "")
     assert manager.has_heard_nothing()
 
 
-def test_who_hangs_gives_no_sign_of_life_until_it_goes_on(manager: Manager, address: str) -> None:
+def test_who_hangs_gives_no_sign_of_life_until_it_goes_on(manager, address):
     notifier = Notifier({"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "1000"})
     lock, looked = threading.Lock(), threading.Event()
 
@@ -138,9 +134,7 @@ def test_who_hangs_gives_no_sign_of_life_until_it_goes_on(manager: Manager, addr
     assert worker.join(TIMEOUT)
 
 
-def test_a_service_tells_when_it_serves_what_it_does_and_when_it_ends(
-    state: Path, manager: Manager, address: str
-) -> None:
+def test_a_service_tells_when_it_serves_what_it_does_and_when_it_ends(state, manager, address):
     environ = {"NOTIFY_SOCKET": address, "WATCHDOG_USEC": WATCHDOG}
     running = serve(compose(state), "--on-exit", "stop", state=state, environ=environ)
     assert manager.hears() == {"READY": "1"}
@@ -159,7 +153,7 @@ def test_a_service_tells_when_it_serves_what_it_does_and_when_it_ends(
     running.stop()
 
 
-def test_the_unit_checks_the_file_that_it_serves_before_a_reload() -> None:
+def test_the_unit_checks_the_file_that_it_serves_before_a_reload():
     unit = (ROOT / "contrib" / "anvil-mux.service").read_text().splitlines()
     said = [line.partition("=") for line in unit]
     (start,) = [value for name, _, value in said if name == "ExecStart"]

@@ -1,11 +1,8 @@
 """A pause outlives the anvil-mux that was paused."""
 
-from __future__ import annotations
-
 import json
 import math
 import time
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +13,7 @@ from tests.running import Running, seen, serving
 __all__ = ["state"]
 
 
-def test_it_lasts_through_a_restart_and_until_it_is_resumed(tmp_path: Path, state: Path) -> None:
+def test_it_lasts_through_a_restart_and_until_it_is_resumed(tmp_path, state):
     file = compose(tmp_path, "a")
 
     def stopped(mux: Running) -> bool:
@@ -56,14 +53,14 @@ def test_it_lasts_through_a_restart_and_until_it_is_resumed(tmp_path: Path, stat
         ("\x00\x00", math.inf, 1),
     ],
 )
-def test_what_the_file_says(tmp_path: Path, text: str, left: float | None, told: int) -> None:
+def test_what_the_file_says(tmp_path, text, left, told):
     said: list[str] = []
     (tmp_path / "pause").write_text(text)
     assert PauseFile(tmp_path, said.append).seconds_left() == left
     assert len(said) == told
 
 
-def test_an_end_is_a_moment_of_the_wall_clock(tmp_path: Path) -> None:
+def test_an_end_is_a_moment_of_the_wall_clock(tmp_path):
     file = PauseFile(tmp_path, print)
     assert file.keep(time.time() + 1000)
     left = file.seconds_left()
@@ -73,7 +70,7 @@ def test_an_end_is_a_moment_of_the_wall_clock(tmp_path: Path) -> None:
     assert file.seconds_left() is None
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     said: list[str] = []
     assert not PauseFile(tmp_path / "none", said.append).keep(math.inf)
     assert said[0].endswith("so a restart forgets this: No such file or directory")

@@ -45,7 +45,7 @@ def rig() -> Rig:
     return Rig()
 
 
-def test_a_host_is_told_once_what_queues_wait_for_and_when_nobody_does_any_more(rig: Rig) -> None:
+def test_a_host_is_told_once_what_queues_wait_for_and_when_nobody_does_any_more(rig):
     assert rig.reading.look() is None
     rig.queue("a")
     rig.queue("b", "far")
@@ -62,7 +62,7 @@ def test_a_host_is_told_once_what_queues_wait_for_and_when_nobody_does_any_more(
     assert rig.asked[-1] == []
 
 
-def test_the_order_of_the_loads_is_that_of_the_readings(rig: Rig) -> None:
+def test_the_order_of_the_loads_is_that_of_the_readings(rig):
     for model in "abc":
         rig.queue(model)
     rig.reading.look()
@@ -71,7 +71,7 @@ def test_the_order_of_the_loads_is_that_of_the_readings(rig: Rig) -> None:
     assert rig.told == [("", ["a-1", "b-1", "c-1"]), ("", ["c-1", "a-1"])]
 
 
-def test_a_queue_whose_load_has_begun_is_looked_at_again(rig: Rig) -> None:
+def test_a_queue_whose_load_has_begun_is_looked_at_again(rig):
     rig.queue("a")
     rig.queues["a"] = []
     assert rig.reading.look() == READ_AHEAD_SECONDS
@@ -81,7 +81,7 @@ def test_a_queue_whose_load_has_begun_is_looked_at_again(rig: Rig) -> None:
     assert rig.told == [("", ["a-2"])]
 
 
-def test_only_queues_that_begin_are_looked_at(rig: Rig) -> None:
+def test_only_queues_that_begin_are_looked_at(rig):
     rig.queues["a"] = [Backend("a-1", "a")]
     rig.reading.observe(Event(1.0, "queued", "a", bound=math.inf))
     rig.reading.observe(Event(1.0, "leased", "a", bound=60.0))
@@ -89,7 +89,7 @@ def test_only_queues_that_begin_are_looked_at(rig: Rig) -> None:
     assert rig.told == []
 
 
-def test_a_host_is_told_again_of_one_that_is_described_otherwise(rig: Rig) -> None:
+def test_a_host_is_told_again_of_one_that_is_described_otherwise(rig):
     rig.queue("a")
     rig.reading.look()
     rig.queues["a"] = [Backend("a-1", "a", port=1)]
@@ -97,7 +97,7 @@ def test_a_host_is_told_again_of_one_that_is_described_otherwise(rig: Rig) -> No
     assert rig.told == [("", ["a-1"])] * 2
 
 
-def test_a_host_is_told_of_so_many_at_most(rig: Rig) -> None:
+def test_a_host_is_told_of_so_many_at_most(rig):
     for number in range(MOST_READ_AHEAD + 3):
         rig.queue(f"m{number}")
     rig.reading.look()

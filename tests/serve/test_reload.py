@@ -1,7 +1,5 @@
 """A real `anvil-mux serve` is given another configuration while it serves."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os
@@ -175,9 +173,7 @@ def reloads(running: Running) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("anvil_reloads_total")]
 
 
-def test_a_stream_spans_a_reload_and_everything_else_changes(
-    house: House, state: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stream_spans_a_reload_and_everything_else_changes(house, state, capsys):
     before = {"stays": {}, "goes": {"gpus": ["1"]}, "changes": {"gpus": ["2"]}}
     with serving(house.write(before), "--port", "0", state=state) as running:
         streams = {name: Stream(running, name) for name in before}
@@ -214,8 +210,8 @@ def test_a_stream_spans_a_reload_and_everything_else_changes(
 
 
 def test_a_bad_configuration_changes_nothing_and_every_problem_is_asked_also_where_sighup_is_the_reload(
-    house: House, state: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    house, state, capsys
+):
     with serving(house.write({"a": {}}), state=state) as running:
         stream = Stream(running, "a")
         assert stream.word() == "a"
@@ -319,9 +315,7 @@ def test_requests_mean_another_configuration_once_its_models_are_there(monkeypat
     assert parts.config == after
 
 
-def test_a_mistake_in_a_reload_does_not_end_what_runs(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_mistake_in_a_reload_does_not_end_what_runs(monkeypatch, caplog):
     def mistake() -> Change:
         raise ZeroDivisionError
 
@@ -333,7 +327,7 @@ def test_a_mistake_in_a_reload_does_not_end_what_runs(
     assert "the reload failed" in caplog.text
 
 
-def test_a_key_that_was_taken_away_opens_no_connection_that_was_open(house: House, state: Path) -> None:
+def test_a_key_that_was_taken_away_opens_no_connection_that_was_open(house, state):
     keys = state / "keys"
     keys.write_text("root-secret-key\nother-secret-key\nalice-secret-key models=a state\n")
     house.open()
@@ -353,9 +347,7 @@ def test_a_key_that_was_taken_away_opens_no_connection_that_was_open(house: Hous
         kept.close()
 
 
-def test_a_connection_that_was_open_names_the_models_of_the_new_configuration(
-    house: House, state: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_connection_that_was_open_names_the_models_of_the_new_configuration(house, state, capsys):
     house.open()
     services: dict[str, dict[str, object]] = {"a": {"aliases": ["chat"]}, "b": {}}
     with serving(house.write(services), state=state) as running:
@@ -374,7 +366,7 @@ def test_a_connection_that_was_open_names_the_models_of_the_new_configuration(
         kept.close()
 
 
-def test_an_added_engine_that_runs_already_is_taken_over(house: House, state: Path) -> None:
+def test_an_added_engine_that_runs_already_is_taken_over(house, state):
     service = {"gpus": ["1"]}
     with serving(house.write({"a": {}}), state=state) as running:
         house.write({"a": {}, "b": service})
@@ -391,7 +383,7 @@ def test_an_added_engine_that_runs_already_is_taken_over(house: House, state: Pa
             runtime.close()
 
 
-def test_what_comes_back_otherwise_while_it_still_leaves_has_its_drain(house: House, state: Path) -> None:
+def test_what_comes_back_otherwise_while_it_still_leaves_has_its_drain(house, state):
     with serving(house.write({"a": {}, "b": {"gpus": ["1"]}}), state=state) as running:
         stream = Stream(running, "a")
         assert stream.word() == "a"
@@ -406,7 +398,7 @@ def test_what_comes_back_otherwise_while_it_still_leaves_has_its_drain(house: Ho
         assert not any("stopping a" in line for line in running.output)
 
 
-def test_what_leaves_when_the_program_ends_is_not_kept_for_the_next_start(house: House, state: Path) -> None:
+def test_what_leaves_when_the_program_ends_is_not_kept_for_the_next_start(house, state):
     never_ready = [sys.executable, "-c", "import time; time.sleep(600)"]
     before = {"slow": {"command": never_ready}, "b": {"gpus": ["1"]}}
     with serving(house.write(before), state=state, on_exit="keep") as running:
@@ -423,9 +415,7 @@ def test_what_leaves_when_the_program_ends_is_not_kept_for_the_next_start(house:
         load.join(TIMEOUT)
 
 
-def test_what_is_being_evicted_when_the_program_ends_is_not_kept_for_the_next_start(
-    house: House, state: Path
-) -> None:
+def test_what_is_being_evicted_when_the_program_ends_is_not_kept_for_the_next_start(house, state):
     is_asked, may_end = state / "is asked", state / "may end"
     os.mkfifo(may_end)
     lingers = f"""
@@ -462,9 +452,7 @@ def refuses(running: Running) -> bool:
     return False
 
 
-def test_an_engine_that_runs_what_the_file_no_more_says_is_replaced_by_the_next_start(
-    house: House, state: Path
-) -> None:
+def test_an_engine_that_runs_what_the_file_no_more_says_is_replaced_by_the_next_start(house, state):
     """Also one that was to be replaced when the program was killed."""
     file = house.write({"a": {}, "b": {"gpus": ["1"]}, "c": {"gpus": ["2"]}})
     killed = serve(file, "--on-exit", "stop", state=state)
@@ -493,9 +481,7 @@ def test_an_engine_that_runs_what_the_file_no_more_says_is_replaced_by_the_next_
         assert first_word(running, "c") == "new"
 
 
-def test_files_that_are_watched_are_a_reload_and_the_event_log_begins_anew_with_it(
-    house: House, state: Path
-) -> None:
+def test_files_that_are_watched_are_a_reload_and_the_event_log_begins_anew_with_it(house, state):
     log, file = state / "events", house.write({"a": {}, "b": {}})
     house.open()
     with serving(file, "--watch", "--event-log", str(log), state=state) as running:
@@ -515,9 +501,7 @@ def test_files_that_are_watched_are_a_reload_and_the_event_log_begins_anew_with_
         assert check(run.events, config_of(run.header), 5.0, run.begins) == []
 
 
-def test_what_is_said_to_a_terminal_that_was_just_closed_is_lost_and_no_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_said_to_a_terminal_that_was_just_closed_is_lost_and_no_error(monkeypatch):
     near, far = os.openpty()
     os.close(near)
     monkeypatch.setattr(invocation, "STDERR", far)
@@ -526,7 +510,7 @@ def test_what_is_said_to_a_terminal_that_was_just_closed_is_lost_and_no_error(
     os.close(far)
 
 
-def test_a_terminal_that_is_closed_ends_the_program(house: House, state: Path) -> None:
+def test_a_terminal_that_is_closed_ends_the_program(house, state):
     house.write({"a": {}})
     pid, terminal = pty.fork()
     if pid == 0:
@@ -541,9 +525,7 @@ def test_a_terminal_that_is_closed_ends_the_program(house: House, state: Path) -
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_an_image_that_docker_does_not_have_is_a_problem_of_those_that_are_to_come(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_image_that_docker_does_not_have_is_a_problem_of_those_that_are_to_come(monkeypatch):
     docker_away = False
 
     def image_id(engine: ContainerEngine, name: str) -> str:
@@ -569,7 +551,7 @@ def idle() -> Config:
     return Config((Backend("a", "a"),))
 
 
-def test_reloads_are_one_after_the_other() -> None:
+def test_reloads_are_one_after_the_other():
     entered, gate, order = threading.Semaphore(0), threading.Semaphore(0), []
 
     def take(config: Config) -> Change:
@@ -593,16 +575,14 @@ def test_reloads_are_one_after_the_other() -> None:
     assert both.as_json()["count"] == 2
 
 
-def test_a_program_that_ends_reloads_no_more() -> None:
+def test_a_program_that_ends_reloads_no_more():
     reloads = Reloads(idle, lambda config: Change(), pytest.fail)
     reloads.close()
     with pytest.raises(Draining):
         reloads.reload()
 
 
-def test_somebody_is_asked_while_a_reload_is_under_way_however_it_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_somebody_is_asked_while_a_reload_is_under_way_however_it_ends(monkeypatch):
     monkeypatch.setattr("anvil_mux.proxy.operations.time", SimpleNamespace(time=lambda: 7.0))
     told: list[str] = []
 

@@ -1,7 +1,5 @@
 """Commands find the anvil-mux that runs, and say plainly if there is none, or more than one."""
 
-from __future__ import annotations
-
 import fcntl
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,13 +23,13 @@ def serving(home: Path, name: str, place: RunningMux) -> Iterator[None]:
             yield
 
 
-def test_one_that_serves_is_found_as_long_as_it_does(tmp_path: Path) -> None:
+def test_one_that_serves_is_found_as_long_as_it_does(tmp_path):
     with serving(tmp_path, "one", ONE):
         assert places(tmp_path) == [ONE]
     assert places(tmp_path) == []
 
 
-def test_one_that_was_killed_is_not_taken_for_one_that_serves(tmp_path: Path) -> None:
+def test_one_that_was_killed_is_not_taken_for_one_that_serves(tmp_path):
     with ExitStack() as killed:
         killed.enter_context(serving(tmp_path, "one", ONE))
         address = (tmp_path / "one" / "address").read_text()
@@ -40,23 +38,23 @@ def test_one_that_was_killed_is_not_taken_for_one_that_serves(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"url": 1}', '{"url": "x", "files": 3}'])
-def test_a_damaged_note_is_passed_over(tmp_path: Path, text: str) -> None:
+def test_a_damaged_note_is_passed_over(tmp_path, text):
     with serving(tmp_path, "one", ONE):
         (tmp_path / "one" / "address").write_text(text)
         assert places(tmp_path) == []
 
 
-def test_the_one_that_serves_the_file_at_hand_is_chosen() -> None:
+def test_the_one_that_serves_the_file_at_hand_is_chosen():
     assert choose([ONE, TWO], ["/y/more.yaml"]) == TWO.url
     assert choose([ONE], ["/y/more.yaml"]) is None
 
 
-def test_without_a_file_the_only_one_is_chosen() -> None:
+def test_without_a_file_the_only_one_is_chosen():
     assert choose([ONE], []) == ONE.url
     assert choose([], []) is None
     with pytest.raises(NotRunning, match=r"several .* --url: http://127.0.0.1:1 .*http://127.0.0.1:2"):
         choose([ONE, TWO], [])
 
 
-def test_a_query_says_any_name() -> None:
+def test_a_query_says_any_name():
     assert query("/why", model="org/a b") == "/why?model=org%2Fa+b"

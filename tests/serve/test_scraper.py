@@ -1,7 +1,5 @@
 """What engines say of themselves."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -44,7 +42,7 @@ LLAMACPP = "llamacpp:requests_processing 1\nllamacpp:requests_deferred 7\n"
         ("", None),
     ],
 )
-def test_the_figures_of_a_page(text: str, load: EngineLoad | None) -> None:
+def test_the_figures_of_a_page(text, load):
     assert load_of(text) == load
 
 
@@ -63,15 +61,15 @@ def page(text: str, status: bytes = b"200 OK") -> bytes:
         ("<p>", None),
     ],
 )
-def test_the_figures_of_slots(text: str, load: EngineLoad | None) -> None:
+def test_the_figures_of_slots(text, load):
     assert load_of_slots(text) == load
 
 
-def test_an_engine_that_answers_may_have_no_figures() -> None:
+def test_an_engine_that_answers_may_have_no_figures():
     engine = FakeEngine()
     try:
         for answer in (page(SGLANG, b"404 Not Found"), page("nothing")):
-            engine.answer = lambda asked, answer=answer: answer  # type: ignore[misc]
+            engine.answer = lambda asked, answer=answer: answer
             assert ask(Backend("a", "m"), engine.address) is None
         engine.answer = lambda asked: page(SGLANG)
         assert ask(Backend("a", "m"), engine.address) == EngineLoad(4, 5, 0.5)
@@ -84,7 +82,7 @@ def test_an_engine_that_answers_may_have_no_figures() -> None:
         ask(Backend("a", "m"), engine.address)
 
 
-def test_an_engine_with_a_key_is_asked_with_it() -> None:
+def test_an_engine_with_a_key_is_asked_with_it():
     engine = FakeEngine()
     service = Service(command=("llama-server", "--api-key", "sesame"))
 
@@ -99,7 +97,7 @@ def test_an_engine_with_a_key_is_asked_with_it() -> None:
         engine.close()
 
 
-def test_a_llamacpp_without_metrics_says_by_its_slots_how_many_run() -> None:
+def test_a_llamacpp_without_metrics_says_by_its_slots_how_many_run():
     engine = FakeEngine()
 
     def answer(asked: Asked) -> bytes:
@@ -113,7 +111,7 @@ def test_a_llamacpp_without_metrics_says_by_its_slots_how_many_run() -> None:
         engine.close()
 
 
-def test_what_others_send_to_an_engine_counts_when_it_says_so() -> None:
+def test_what_others_send_to_an_engine_counts_when_it_says_so():
     """In the mode full; what the second replica says is that others keep it busy."""
     backends = (Backend("a", "m", ("0",)), Backend("b", "m", ("1",)), Backend("c", "other"))
     settings = {"routing": "num_requests", "routing_mode": "full"}
@@ -145,7 +143,7 @@ def test_what_others_send_to_an_engine_counts_when_it_says_so() -> None:
         rig.close()
 
 
-def test_an_engine_that_does_not_answer_is_silent_and_one_without_figures_is_not() -> None:
+def test_an_engine_that_does_not_answer_is_silent_and_one_without_figures_is_not():
     engine, gone = FakeEngine(), FakeEngine()
     engine.answer = lambda asked: page("nothing_of_requests 1\n")
     gone.close()

@@ -1,7 +1,5 @@
 """The end of the program, by signals and by whoever else has to end it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -37,7 +35,7 @@ HISTORIES = {
 """What comes, one after the other -> the exit code."""
 
 
-def test_only_a_second_signal_cuts_what_a_first_or_a_takeover_lets_end() -> None:
+def test_only_a_second_signal_cuts_what_a_first_or_a_takeover_lets_end():
     program = PROGRAM.format(histories=list(HISTORIES))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert dict(zip(HISTORIES, map(int, done.stdout.split()), strict=True)) == HISTORIES, done.stderr

@@ -1,7 +1,5 @@
 """The contract of the stores by which several anvil-mux know of each other, and what they make of it."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import threading
@@ -116,28 +114,28 @@ def young(found: list[polling.Reports]) -> list[polling.Reports]:
 # The contract
 
 
-def test_an_owner_sees_what_others_published_and_not_its_own(shared: tuple[Store, Forget]) -> None:
+def test_an_owner_sees_what_others_published_and_not_its_own(shared):
     kept, _ = shared
     kept.publish("one", {"a": BUSY, "b": IDLE, "c": NO_METRICS})
     assert kept.others("one") == []
     assert young(kept.others("two")) == [{"a": BUSY, "b": IDLE, "c": NO_METRICS}]
 
 
-def test_what_is_published_takes_the_place_of_what_was(shared: tuple[Store, Forget]) -> None:
+def test_what_is_published_takes_the_place_of_what_was(shared):
     kept, _ = shared
     kept.publish("one", {"a": BUSY})
     kept.publish("one", {"b": IDLE})
     assert young(kept.others("two")) == [{"b": IDLE}]
 
 
-def test_each_of_the_others_is_seen(shared: tuple[Store, Forget]) -> None:
+def test_each_of_the_others_is_seen(shared):
     kept, _ = shared
     for owner in ("one", "two", "three"):
         kept.publish(owner, {"a": BUSY})
     assert young(kept.others("three")) == [{"a": BUSY}, {"a": BUSY}]
 
 
-def test_who_says_nothing_any_more_is_forgotten_until_it_speaks_again(shared: tuple[Store, Forget]) -> None:
+def test_who_says_nothing_any_more_is_forgotten_until_it_speaks_again(shared):
     kept, forget = shared
     kept.publish("one", {"a": BUSY})
     forget("one")
@@ -149,7 +147,7 @@ def test_who_says_nothing_any_more_is_forgotten_until_it_speaks_again(shared: tu
 # Redis
 
 
-def test_a_report_is_as_old_as_it_was_when_published_and_the_time_since(server: Server) -> None:
+def test_a_report_is_as_old_as_it_was_when_published_and_the_time_since(server):
     kept = RedisStore(server.url, "aged")
     kept.publish("one", {"a": BUSY})
     kept._redis.pexpire(kept._key("one"), round((polling.EXPIRES_SECONDS - 2.0) * 1000))
@@ -157,7 +155,7 @@ def test_a_report_is_as_old_as_it_was_when_published_and_the_time_since(server: 
     kept.close()
 
 
-def test_projects_do_not_see_each_other(server: Server) -> None:
+def test_projects_do_not_see_each_other(server):
     one, other = RedisStore(server.url, "one"), RedisStore(server.url, "other")
     one.publish("x", {"a": BUSY})
     assert other.others("y") == []
@@ -166,7 +164,7 @@ def test_projects_do_not_see_each_other(server: Server) -> None:
     other.close()
 
 
-def test_a_running_anvil_mux_publishes_what_its_replicas_have(server: Server, tmp_path: Path) -> None:
+def test_a_running_anvil_mux_publishes_what_its_replicas_have(server, tmp_path):
     file = tmp_path / "compose.yaml"
     service = {"command": ["none"], "x-anvil": {"model": "m", "gpus": []}}
     top = {"runtime": "process", "routing": {"store": server.url}}
@@ -182,7 +180,7 @@ def test_a_running_anvil_mux_publishes_what_its_replicas_have(server: Server, tm
 
 
 @pytest.mark.parametrize("text", ["", "7", "{}", '{"a": 7}', '{"a": [1]}', '{"a": [1,2,3,4,5,"x",0]}'])
-def test_what_somebody_else_wrote_is_no_report(server: Server, text: str) -> None:
+def test_what_somebody_else_wrote_is_no_report(server, text):
     kept = RedisStore(server.url, "other")
     kept.publish("one", {"a": BUSY})
     kept._redis.set(kept._key("one"), text, px=60_000)
@@ -190,7 +188,7 @@ def test_what_somebody_else_wrote_is_no_report(server: Server, text: str) -> Non
     kept.close()
 
 
-def test_a_redis_that_does_not_answer_is_told_once_and_nothing_is_heard(tmp_path: Path) -> None:
+def test_a_redis_that_does_not_answer_is_told_once_and_nothing_is_heard(tmp_path):
     pytest.importorskip("redis")
     said: list[str] = []
     heard: list[object] = []
@@ -205,7 +203,7 @@ def test_a_redis_that_does_not_answer_is_told_once_and_nothing_is_heard(tmp_path
     assert heard == [{}, {}]
 
 
-def test_without_its_package_a_redis_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_package_a_redis_cannot_be_used(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "redis", None)
     with pytest.raises(StoreError, match=r"pip install 'anvil-mux\[redis\]'"):
         RedisStore("redis://127.0.0.1", "p")
@@ -218,7 +216,7 @@ def in_flight(*, full: bool = False) -> InFlightTracker:
     return InFlightTracker(build("least_prefill_work"), [Backend("a", "m"), Backend("b", "m")], full=full)
 
 
-def test_what_others_have_counts_like_our_own_until_they_are_gone() -> None:
+def test_what_others_have_counts_like_our_own_until_they_are_gone():
     ours = in_flight()
     theirs = in_flight()
     theirs.choose("x", Work(tokens=4000), ["a"])
@@ -232,14 +230,14 @@ def test_what_others_have_counts_like_our_own_until_they_are_gone() -> None:
     assert ours.view(WORK, ["a"]) == [ours.view(WORK, ["a"])[0]._replace(num_requests=0, prefill_tokens=0)]
 
 
-def test_what_others_have_is_not_told_as_our_own() -> None:
+def test_what_others_have_is_not_told_as_our_own():
     ours = in_flight()
     ours.hear({"a": [BUSY]}, 0.0)
     told = ours.reports(0.0)["a"]
     assert told[:5] == (0, 0, 0, 0, 0)
 
 
-def test_the_latest_word_of_an_engine_counts_whoever_heard_it() -> None:
+def test_the_latest_word_of_an_engine_counts_whoever_heard_it():
     ours = in_flight(full=True)
     ours.observe("a", EngineLoad(1, 0), 10.0)
     ours.hear({"a": [Report(load=EngineLoad(9, 9), age_seconds=3.0)]}, 12.0)
@@ -248,7 +246,7 @@ def test_the_latest_word_of_an_engine_counts_whoever_heard_it() -> None:
     assert ours.view(WORK, ["a"], now=12.0)[0].num_requests == 7
 
 
-def test_two_multiplexers_that_share_engines_do_not_send_both_their_requests_to_one() -> None:
+def test_two_multiplexers_that_share_engines_do_not_send_both_their_requests_to_one():
     kept = cast(RedisStore, LocalStore())
     backends = (Backend("a", "m", ("0",)), Backend("b", "m", ("1",)))
     rigs = [Rig(backends=backends, gpus=(Gpu("0"), Gpu("1"))) for _ in range(2)]

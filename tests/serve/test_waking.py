@@ -1,7 +1,5 @@
 """The waking of hosts: the packet, how often it is sent, commands, and the end of patience."""
 
-from __future__ import annotations
-
 import socket
 from types import SimpleNamespace
 
@@ -29,7 +27,7 @@ class House:
             scheduler=SimpleNamespace(host_unwoken=None),
             tell=lambda fact, host, why: self.unwoken.append((host, why)),
         )
-        self.waker = Waker(mux, clock, self.printed.append, self._send)  # type: ignore[arg-type]
+        self.waker = Waker(mux, clock, self.printed.append, self._send)
 
     def _send(self, packet: bytes, address: str) -> None:
         if self.fails:
@@ -42,11 +40,11 @@ class House:
         self.waker.turn(wakes)
 
 
-def test_the_packet_is_that_for_which_network_cards_listen() -> None:
+def test_the_packet_is_that_for_which_network_cards_listen():
     assert magic_packet(MAC) == b"\xff" * 6 + b"\xaa\xbb\xcc\xdd\xee\xff" * 16
 
 
-def test_it_is_sent_to_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_sent_to_the_address(monkeypatch):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as card:
         card.bind(("127.0.0.1", 0))
         card.settimeout(10.0)
@@ -55,7 +53,7 @@ def test_it_is_sent_to_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
         assert card.recv(4096) == magic_packet(MAC)
 
 
-def test_a_host_is_woken_when_requests_wait_and_again_now_and_then() -> None:
+def test_a_host_is_woken_when_requests_wait_and_again_now_and_then():
     house = House()
     for at in range(int(2 * AGAIN_SECONDS) + 1):
         house.look(float(at))
@@ -68,7 +66,7 @@ def test_a_host_is_woken_when_requests_wait_and_again_now_and_then() -> None:
     assert house.waker.is_waking("h")
 
 
-def test_once_nobody_waits_it_is_left_alone_and_a_later_wait_begins_anew() -> None:
+def test_once_nobody_waits_it_is_left_alone_and_a_later_wait_begins_anew():
     house = House()
     house.look(0.0)
     house.wanted = []
@@ -81,7 +79,7 @@ def test_once_nobody_waits_it_is_left_alone_and_a_later_wait_begins_anew() -> No
     assert house.unwoken == []
 
 
-def test_one_that_is_not_there_in_time_is_given_up() -> None:
+def test_one_that_is_not_there_in_time_is_given_up():
     house = House()
     house.look(0.0)
     house.look(40.0)
@@ -89,7 +87,7 @@ def test_one_that_is_not_there_in_time_is_given_up() -> None:
     assert house.printed[-1] == "host h does not wake: it is not there 40 s after it was woken"
 
 
-def test_what_cannot_be_sent_is_said() -> None:
+def test_what_cannot_be_sent_is_said():
     house = House(OSError(101, "Network is unreachable"))
     house.look(0.0)
     assert house.unwoken == [("h", "no packet can be sent to 10.0.0.255: Network is unreachable")]
@@ -103,13 +101,13 @@ def test_what_cannot_be_sent_is_said() -> None:
         (("no-such-program",), "no-such-program cannot be run: No such file or directory"),
     ],
 )
-def test_a_command_wakes_it_and_says_why_not(run: tuple[str, ...], why: str | None) -> None:
+def test_a_command_wakes_it_and_says_why_not(run, why):
     house = House()
     house.look(0.0, {"h": Wake(run=run)})
     assert house.unwoken == ([("h", why)] if why else [])
 
 
-def test_a_host_that_cannot_be_woken_is_not() -> None:
+def test_a_host_that_cannot_be_woken_is_not():
     house = House()
     house.look(0.0, {})
     assert (house.sent, house.unwoken) == ([], [])

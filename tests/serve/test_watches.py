@@ -1,7 +1,5 @@
 """When a host of the cluster counts as lost, and how it is back: two witnesses, in a time of its own."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """An event log gives back what was written, and each file can be read without those before it."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json
@@ -76,7 +74,7 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_read_is_what_was_written(file: Path, layout: str) -> None:
+def test_what_is_read_is_what_was_written(file, layout):
     config, trace, engines = world(layout, "debounce", 3)
     events = simulate(config, trace, engines)
     [run] = read(written(file, events, config))
@@ -85,7 +83,7 @@ def test_what_is_read_is_what_was_written(file: Path, layout: str) -> None:
     assert run.header["began"] == 1000.0
 
 
-def test_every_field_of_an_event_survives(file: Path) -> None:
+def test_every_field_of_an_event_survives(file):
     odd = [
         Event(
             0.1 + 0.2,
@@ -117,7 +115,7 @@ def test_every_field_of_an_event_survives(file: Path) -> None:
     assert all(json.loads(line) for line in file.read_text().splitlines())
 
 
-def test_a_line_holds_only_what_is_not_empty(file: Path) -> None:
+def test_a_line_holds_only_what_is_not_empty(file):
     written(file, [Event(0.0, "queued", "a", ticket=1, size=1), Event(1.5, "deferred", "a", seconds=inf)])
     assert file.read_text().splitlines()[1:] == [
         '{"at":0.0,"kind":"queued","model":"a","ticket":1,"size":1}',
@@ -125,7 +123,7 @@ def test_a_line_holds_only_what_is_not_empty(file: Path) -> None:
     ]
 
 
-def test_the_header_tells_what_is_on_other_hosts() -> None:
+def test_the_header_tells_what_is_on_other_hosts():
     there = Backend("m.h.0", "m", ("0",), host="h", most=1)
     wakes = {"h": Wake(run=("plug", "s3cret"), timeout=30.0)}
     told = Config((there,), gpus=(Gpu("0", 24, host="h"),), memory_of_hosts={"h": 9}, wakes=wakes)
@@ -135,7 +133,7 @@ def test_the_header_tells_what_is_on_other_hosts() -> None:
     assert read_back.wakes == {"h": Wake(timeout=30.0)}
 
 
-def test_the_header_tells_everything_that_events_depend_on_and_no_secret() -> None:
+def test_the_header_tells_everything_that_events_depend_on_and_no_secret():
     secret = Service(environment=(("HF_TOKEN", "s3cret"),), command=("serve", "s3cret"))
     backends = (
         Backend("a", "m", ("0", "1"), vram=7, pin=True, evict_to=("sleep", "stop"), service=secret),
@@ -158,7 +156,7 @@ def test_the_header_tells_everything_that_events_depend_on_and_no_secret() -> No
     assert config_of(json.loads(text)) == replace(told, backends=without)
 
 
-def test_a_compressed_log_that_is_damaged_is_an_error_and_no_crash(tmp_path: Path) -> None:
+def test_a_compressed_log_that_is_damaged_is_an_error_and_no_crash(tmp_path):
     packed = tmp_path / "events.jsonl.gz"
     whole = gzip.compress(b'{"anvil_mux": "1"}\n' * 100)
     packed.write_bytes(whole[:10] + b"\xff" + whole[11:])  # no such block type
@@ -166,7 +164,7 @@ def test_a_compressed_log_that_is_damaged_is_an_error_and_no_crash(tmp_path: Pat
         read(packed)
 
 
-def test_each_start_of_the_program_is_a_run(file: Path) -> None:
+def test_each_start_of_the_program_is_a_run(file):
     written(file, [Event(1.0, "queued", "a", ticket=1)], began=10.0)
     written(file, [Event(0.5, "queued", "b", ticket=1)], began=500.0)
     first, second = read(file)
@@ -174,14 +172,14 @@ def test_each_start_of_the_program_is_a_run(file: Path) -> None:
     assert (second.header["began"], [event.model for event in second.events]) == (500.0, ["b"])
 
 
-def test_a_compressed_log_is_read_as_well(file: Path, tmp_path: Path) -> None:
+def test_a_compressed_log_is_read_as_well(file, tmp_path):
     written(file, [Event(1.0, "queued", "a", ticket=1)])
     packed = tmp_path / "events.jsonl.gz"
     packed.write_bytes(gzip.compress(file.read_bytes()))
     assert read(packed) == read(file)
 
 
-def test_nothing_is_lost_between_many_threads(file: Path) -> None:
+def test_nothing_is_lost_between_many_threads(file):
     with appending(file) as log:
 
         def append(thread: int) -> None:
@@ -201,7 +199,7 @@ def test_nothing_is_lost_between_many_threads(file: Path) -> None:
 # What is broken
 
 
-def test_half_a_line_at_the_end_is_passed_over_with_a_warning(file: Path) -> None:
+def test_half_a_line_at_the_end_is_passed_over_with_a_warning(file):
     written(file, [Event(1.0, "queued", "a", ticket=1), Event(2.0, "gone", "a", ticket=1)])
     os.truncate(file, file.stat().st_size - 9)
     warnings: list[str] = []
@@ -211,7 +209,7 @@ def test_half_a_line_at_the_end_is_passed_over_with_a_warning(file: Path) -> Non
     assert warnings[0].startswith(f"{file}:3: ")
 
 
-def test_a_program_that_was_killed_spoils_only_its_own_last_line(file: Path) -> None:
+def test_a_program_that_was_killed_spoils_only_its_own_last_line(file):
     written(file, [Event(1.0, "queued", "a", ticket=1), Event(2.0, "gone", "a", ticket=1)])
     os.truncate(file, file.stat().st_size - 9)
     written(file, [Event(0.5, "queued", "b", ticket=1)])
@@ -243,7 +241,7 @@ FINE = '{"at":1,"kind":"queued","model":"a"}'
         ([HEAD[:-1] + ',"state":{"at":1,"backends":{"a":{"colour":1}},"queues":{}}}'], 1, "colour"),
     ],
 )
-def test_a_line_that_cannot_be_read_is_named(file: Path, lines: list[str], where: int, why: str) -> None:
+def test_a_line_that_cannot_be_read_is_named(file, lines, where, why):
     file.write_text("".join(f"{line}\n" for line in lines))
     with pytest.raises(BadLog) as caught:
         read(file)
@@ -251,7 +249,7 @@ def test_a_line_that_cannot_be_read_is_named(file: Path, lines: list[str], where
     assert why in caught.value.message
 
 
-def test_a_file_that_is_not_there_or_no_archive_is_an_error_with_its_name(file: Path) -> None:
+def test_a_file_that_is_not_there_or_no_archive_is_an_error_with_its_name(file):
     with pytest.raises(BadLog, match=r"events\.jsonl: No such file"):
         read(file)
     file.write_bytes(gzip.compress(HEAD.encode())[:-12])
@@ -282,7 +280,7 @@ def disk_log(disk: Disk, monkeypatch: pytest.MonkeyPatch, complain: list[str]) -
     return EventLog(-1, header(AB, 0.0), complain.append)
 
 
-def test_a_disk_that_was_full_for_a_while_costs_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_was_full_for_a_while_costs_nothing(file, monkeypatch):
     events = [Event(float(n), "queued", "a", ticket=n) for n in range(100)]
     complaints: list[str] = []
     disk = Disk(room=len(HEAD) + 20)  # full in the middle of a line
@@ -299,9 +297,7 @@ def test_a_disk_that_was_full_for_a_while_costs_nothing(file: Path, monkeypatch:
     assert complaints == ["the event log cannot be written (No space left on device); serving goes on"]
 
 
-def test_a_pipe_that_nobody_reads_is_complained_of_and_holds_up_no_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_pipe_that_nobody_reads_is_complained_of_and_holds_up_no_end(monkeypatch):
     monkeypatch.setattr(eventlog, "PATIENCE_SECONDS", 0.01)
     reader, writer = os.pipe()
     complaints: list[str] = []
@@ -314,9 +310,7 @@ def test_a_pipe_that_nobody_reads_is_complained_of_and_holds_up_no_end(
     os.close(writer)
 
 
-def test_the_end_is_written_too_if_the_disk_has_room_again(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_is_written_too_if_the_disk_has_room_again(file, monkeypatch):
     disk = Disk(room=0)
     log = disk_log(disk, monkeypatch, [])
     for ticket in (1, 2):
@@ -330,9 +324,7 @@ def test_the_end_is_written_too_if_the_disk_has_room_again(
     assert [event.ticket for event in read(file)[0].events] == [1, 2]
 
 
-def test_what_a_full_disk_has_cost_is_told_where_it_is_missing(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_full_disk_has_cost_is_told_where_it_is_missing(file, monkeypatch):
     monkeypatch.setattr(eventlog, "KEEP_BYTES", 0)
     complaints: list[str] = []
     disk = Disk(room=10)
@@ -353,9 +345,7 @@ def test_what_a_full_disk_has_cost_is_told_where_it_is_missing(
     assert len(complaints) == 1
 
 
-def test_a_run_that_is_to_begin_while_the_disk_is_full_begins_later(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_to_begin_while_the_disk_is_full_begins_later(file, monkeypatch):
     disk = Disk(room=len(HEAD) + 20)
     log = disk_log(disk, monkeypatch, [])
     log.head(header(AB, 0.0))
@@ -377,7 +367,7 @@ def test_a_run_that_is_to_begin_while_the_disk_is_full_begins_later(
 @pytest.mark.seeds
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", seeds(2, of=4))
-def test_a_new_file_can_be_read_without_the_old_wherever_it_begins(layout: str, seed: int) -> None:
+def test_a_new_file_can_be_read_without_the_old_wherever_it_begins(layout, seed):
     config, requests, engines = world(layout, "adaptive", seed)
     log = simulate(config, requests, engines)
     situation = Situation()
@@ -389,7 +379,7 @@ def test_a_new_file_can_be_read_without_the_old_wherever_it_begins(layout: str, 
         assert Situation.parse(begins).to_json() == situation.to_json()
 
 
-def test_a_new_file_knows_what_the_old_ones_tell_of_loads_that_failed() -> None:
+def test_a_new_file_knows_what_the_old_ones_tell_of_loads_that_failed():
     """Else a load before the end of the cool-down would be no flaw in it."""
     before = [Event(0.0, "queued", "a", ticket=1, size=1), Event(0.0, "loading", "a", "a")]
     before += [
@@ -427,7 +417,7 @@ BUSY = [
 ]
 
 
-def test_the_situation_is_told_as_data() -> None:
+def test_the_situation_is_told_as_data():
     assert led_to(BUSY) == {
         "at": 8.0,
         "backends": {
@@ -454,9 +444,7 @@ def test_the_situation_is_told_as_data() -> None:
     assert led_to([*BUSY, Event(9.0, "evicting", "a", "a")])["begun"] == ["b"]
 
 
-def test_a_run_begins_after_a_reload_as_soon_as_those_that_leave_have_left(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_begins_after_a_reload_as_soon_as_those_that_leave_have_left(file, monkeypatch):
     monkeypatch.setattr(eventlog, "GATHER_SECONDS", 0.0)
     with appending(file) as log:
         log.append(Event(1.0, "ready", "a", "a", seconds=1.0))
@@ -481,7 +469,7 @@ def test_a_run_begins_after_a_reload_as_soon_as_those_that_leave_have_left(
     assert second.events == steps[-1:]
 
 
-def test_a_file_that_is_large_enough_is_set_aside(file: Path) -> None:
+def test_a_file_that_is_large_enough_is_set_aside(file):
     descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_APPEND)
     log = EventLog(descriptor, header(AB, 1000.0), pytest.fail, Rotation(str(file), 3000, kept=2))
     for number in range(4 * eventlog.GROUP):
@@ -499,7 +487,7 @@ def test_a_file_that_is_large_enough_is_set_aside(file: Path) -> None:
     assert len(moments) > eventlog.GROUP
 
 
-def test_a_file_that_cannot_be_set_aside_grows_on(file: Path) -> None:
+def test_a_file_that_cannot_be_set_aside_grows_on(file):
     said: list[str] = []
     descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_APPEND)
     log = EventLog(descriptor, header(AB, 1000.0), said.append, Rotation(str(file.parent / "gone"), 100))
@@ -514,7 +502,7 @@ def test_a_file_that_cannot_be_set_aside_grows_on(file: Path) -> None:
 # A running program
 
 
-def test_a_running_program_writes_all_that_happens(tmp_path: Path) -> None:
+def test_a_running_program_writes_all_that_happens(tmp_path):
     file, log = compose(tmp_path), tmp_path / "events.jsonl"
     flags = ("--event-log", str(log), "--policy", "eager")
     with serving(file, *flags, state=tmp_path, on_exit="keep") as running:
@@ -545,7 +533,7 @@ def test_a_running_program_writes_all_that_happens(tmp_path: Path) -> None:
     assert check(simulated(learned, learned.config()), learned.config()) == []
 
 
-def test_a_running_program_sets_its_log_aside(tmp_path: Path) -> None:
+def test_a_running_program_sets_its_log_aside(tmp_path):
     file, log = compose(tmp_path), tmp_path / "events.jsonl"
     with serving(file, "--event-log", str(log), "--event-log-size", "3KiB", state=tmp_path) as running:
         for _ in range(20):
@@ -556,7 +544,7 @@ def test_a_running_program_sets_its_log_aside(tmp_path: Path) -> None:
         assert check(run.events, config_of(run.header), 5.0, run.begins) == []
 
 
-def test_an_event_log_that_cannot_be_opened_prevents_serving(tmp_path: Path) -> None:
+def test_an_event_log_that_cannot_be_opened_prevents_serving(tmp_path):
     done = run_serve(compose(tmp_path), "--event-log", str(tmp_path / "no" / "log"), state=tmp_path)
     assert done.returncode == 1
     assert "cannot write the event log" in done.stderr

@@ -1,7 +1,5 @@
 """Who looks on sees everything in order, or is told how much it missed; nobody waits for it."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -18,7 +16,7 @@ def event(number: int) -> Event:
     return Event(float(number), "ready", "a", "a")
 
 
-def test_news_are_what_came_after_a_place() -> None:
+def test_news_are_what_came_after_a_place():
     feed = Feed()
     feed.tell(event(1))
     first = feed.news(FeedPosition())
@@ -30,7 +28,7 @@ def test_news_are_what_came_after_a_place() -> None:
     assert feed.news(second.place) == ([], [], 0, second.place)
 
 
-def test_one_that_looks_seldom_is_told_how_many_events_it_missed() -> None:
+def test_one_that_looks_seldom_is_told_how_many_events_it_missed():
     feed = Feed()
     place = feed.news(FeedPosition()).place
     for number in range(EVENTS + 7):
@@ -40,7 +38,7 @@ def test_one_that_looks_seldom_is_told_how_many_events_it_missed() -> None:
     assert feed.news(news.place).missed == 0
 
 
-def test_only_the_last_requests_are_kept_and_only_those_for_a_model() -> None:
+def test_only_the_last_requests_are_kept_and_only_those_for_a_model():
     feed = Feed()
     for number in range(REQUESTS + 1):
         feed.ended(record(request_id=str(number)))
@@ -51,7 +49,7 @@ def test_only_the_last_requests_are_kept_and_only_those_for_a_model() -> None:
     ]
 
 
-def test_the_bell_wakes_those_who_wait() -> None:
+def test_the_bell_wakes_those_who_wait():
     feed, came = Feed(), threading.Event()
 
     def look() -> None:
@@ -66,11 +64,11 @@ def test_the_bell_wakes_those_who_wait() -> None:
     thread.join()
 
 
-def test_its_end_wakes_those_who_wait_and_lets_nobody_wait_again() -> None:
+def test_its_end_wakes_those_who_wait_and_lets_nobody_wait_again():
     feed = Feed()
     waits = threading.Event()
     wait_for = feed._bell.wait_for
-    feed._bell.wait_for = lambda *how: waits.set() or wait_for(*how)  # type: ignore[method-assign]
+    feed._bell.wait_for = lambda *how: waits.set() or wait_for(*how)
     thread = threading.Thread(target=feed.news, args=(FeedPosition(), None), daemon=True)
     thread.start()
     assert waits.wait(GUARD)
@@ -81,7 +79,7 @@ def test_its_end_wakes_those_who_wait_and_lets_nobody_wait_again() -> None:
     assert feed.closed
 
 
-def test_watchers_beyond_the_limit_are_refused_until_one_leaves() -> None:
+def test_watchers_beyond_the_limit_are_refused_until_one_leaves():
     feed = Feed()
     watchers = [feed.watching() for _ in range(WATCHERS)]
     for watcher in watchers:

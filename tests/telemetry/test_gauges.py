@@ -1,7 +1,5 @@
 """The state at the moment of a scrape, as samples."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -15,7 +13,7 @@ from anvil_mux.telemetry.metrics import Metrics
 from tests.telemetry.test_metrics import CONFIG, nothing, value
 
 
-def test_gauges_show_the_moment_of_the_scrape() -> None:
+def test_gauges_show_the_moment_of_the_scrape():
     states = iter(("loading", "ready"))
 
     def status() -> Status:
@@ -35,7 +33,7 @@ def backend(name: str, state: str) -> BackendState:
     return BackendState(name, state, None, ("0",), 0, "", None, None, None, None, 0.0, "", ())
 
 
-def test_each_backend_has_a_state_of_its_own() -> None:
+def test_each_backend_has_a_state_of_its_own():
     both = backend("a-0", "ready"), backend("a-1", "stuck")
     model = ModelState("a", "ready", "a-0", ("0",), (), 0, 0, "", None, backends=both)
     seen = Metrics(CONFIG, lambda: Status(0.0, (model,), (), 0, 0))
@@ -44,7 +42,7 @@ def test_each_backend_has_a_state_of_its_own() -> None:
         assert shown == {**dict.fromkeys(STATES, 0.0), state: 1.0}
 
 
-def test_what_engines_say_of_themselves_is_shown_with_its_age() -> None:
+def test_what_engines_say_of_themselves_is_shown_with_its_age():
     def backend(name: str, said: EngineFigures | None) -> BackendState:
         return BackendState(
             name, "ready", None, ("0",), 0, "", None, None, None, None, 0.0, "", (), engine=said
@@ -73,13 +71,13 @@ def test_what_engines_say_of_themselves_is_shown_with_its_age() -> None:
     ("progress", "shown"),
     [(Progress("reading weights", 0.42, 35.0), 0.42), (Progress(), None), (None, None)],
 )
-def test_how_far_a_load_is_is_shown_where_it_is_known(progress: Progress | None, shown: float | None) -> None:
+def test_how_far_a_load_is_is_shown_where_it_is_known(progress, shown):
     model = ModelState("a", "loading", "a", ("0",), (), 0, 0, "", None, progress=progress)
     seen = Metrics(CONFIG, lambda: Status(0.0, (model,), (), 0, 0))
     assert value(seen, "anvil_model_load_progress_ratio", model="a") == shown
 
 
-def test_gpus_are_shown_with_who_uses_them() -> None:
+def test_gpus_are_shown_with_who_uses_them():
     gpus = (
         GpuState("0", ("a",), "ready", total=24, reserve=2, residuals=(("b", 3), ("c", 1))),
         GpuState("1", (), "stopped", reserved_for=("both",)),
@@ -101,7 +99,7 @@ def test_gpus_are_shown_with_who_uses_them() -> None:
     ]
 
 
-def test_how_hosts_are_is_shown_and_nothing_where_there_is_only_one() -> None:
+def test_how_hosts_are_is_shown_and_nothing_where_there_is_only_one():
     hosts = HostState("h1", 12.0), HostState("h2", is_drained=True), HostState("h3", is_away=True)
     seen = Metrics(CONFIG, lambda: Status(0.0, (), (), 0, 0, hosts), round_trips=lambda: {"h2": 0.002})
 
@@ -116,7 +114,7 @@ def test_how_hosts_are_is_shown_and_nothing_where_there_is_only_one() -> None:
     assert [family.samples for family in families] == [[]] * 4
 
 
-def test_a_model_whose_hosts_are_all_lost_is_stopped_for_those_who_ask() -> None:
+def test_a_model_whose_hosts_are_all_lost_is_stopped_for_those_who_ask():
     here, lost = HostState("h2"), HostState("h1", 12.0)
     ready = [replace(backend(host.host, "ready"), host=host) for host in (lost, here)]
 
@@ -129,7 +127,7 @@ def test_a_model_whose_hosts_are_all_lost_is_stopped_for_those_who_ask() -> None
     assert states(*ready) == ["ready"]
 
 
-def test_of_the_many_backends_on_other_hosts_those_that_are_stopped_are_no_series() -> None:
+def test_of_the_many_backends_on_other_hosts_those_that_are_stopped_are_no_series():
     host = HostState("h")
     far = [
         replace(backend(name, state), host=host) for name, state in (("a.h.0", "ready"), ("a.h.1", "stopped"))
@@ -141,7 +139,7 @@ def test_of_the_many_backends_on_other_hosts_those_that_are_stopped_are_no_serie
     assert shown == [1, None, 1]
 
 
-def test_what_is_declared_of_a_gpu_counts_where_it_cannot_be_read() -> None:
+def test_what_is_declared_of_a_gpu_counts_where_it_cannot_be_read():
     gpus = (GpuState("0", (), "stopped", total=24),)
     seen = Metrics(CONFIG, lambda: Status(0.0, (), gpus, 0, 0))
     assert value(seen, "anvil_gpu_memory_total_bytes", gpu="0") == 24

@@ -1,7 +1,5 @@
 """The dashboard and the alert rules ask for metrics that exist, by labels that they have."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -25,7 +23,7 @@ OF_PROMETHEUS = {"instance", "job"}
 
 
 @pytest.mark.parametrize("query", ASKED)
-def test_a_query_names_metrics_and_labels_that_exist(query: str) -> None:
+def test_a_query_names_metrics_and_labels_that_exist(query):
     known = {name: set(labels) for _, series, labels in families() for name in series}
     asked = re.findall(r"\b(anvil_\w+)(?:\{(.*?)\})?", query)
     labels: set[str] = set()
@@ -37,7 +35,7 @@ def test_a_query_names_metrics_and_labels_that_exist(query: str) -> None:
 
 
 @pytest.mark.parametrize("panel", DASHBOARD["panels"], ids=lambda panel: panel["title"])
-def test_a_legend_names_labels_that_its_query_keeps(panel: dict[str, Any]) -> None:
+def test_a_legend_names_labels_that_its_query_keeps(panel):
     known = {name: set(labels) for _, series, labels in families() for name in series}
     for target in panel["targets"]:
         query, named = target["expr"], set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
@@ -46,14 +44,14 @@ def test_a_legend_names_labels_that_its_query_keeps(panel: dict[str, Any]) -> No
         assert named <= (set(grouped[0].split(", ")) if grouped else known[name])
 
 
-def test_a_dashboard_can_be_imported_beside_others() -> None:
+def test_a_dashboard_can_be_imported_beside_others():
     assert (DASHBOARD["id"], DASHBOARD["uid"]) == (None, "anvil-mux")
     assert [each["name"] for each in DASHBOARD["__inputs"]] == ["DS_PROMETHEUS"]
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(set(ids)) == len(ids)
 
 
-def test_no_panel_lies_on_another() -> None:
+def test_no_panel_lies_on_another():
     taken: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:
         at = panel["gridPos"]

@@ -1,14 +1,11 @@
 """Hooks are told what happened, as JSON, for so long and no longer; what goes wrong is said once."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,39 +69,39 @@ def receiver() -> Iterator[Receiver]:
         ("severed", Cause("shutdown"), "severed"),
     ],
 )
-def test_what_an_event_is_to_a_hook(kind: str, cause: Cause | None, what: str) -> None:
+def test_what_an_event_is_to_a_hook(kind, cause, what):
     assert occasion(event_as_json(Event(1.0, kind, "a", "a", cause=cause), 1001.0)) == what
 
 
-def test_all_other_events_are_nothing_to_a_hook() -> None:
+def test_all_other_events_are_nothing_to_a_hook():
     others = set(KINDS) - {"ready", "stopped", "standby", "stuck", "severed"}
     assert {occasion({"kind": kind, "cause": {"kind": "overdue"}}) for kind in others} == {""}
 
 
-def test_a_web_address_gets_a_post(receiver: Receiver) -> None:
+def test_a_web_address_gets_a_post(receiver):
     assert perform(Hook(url=receiver.url), b'{"event":"loaded"}') == ""
     assert receiver.got.get(timeout=GUARD) == {"event": "loaded"}
 
 
-def test_a_web_address_that_refuses_is_told_of(receiver: Receiver) -> None:
+def test_a_web_address_that_refuses_is_told_of(receiver):
     receiver.status = 500
     assert perform(Hook(url=receiver.url), b"{}") == "it answered 500"
     receiver.status = 302
     assert perform(Hook(url=receiver.url), b"{}") == "it answered 302"
 
 
-def test_a_web_address_that_is_not_there_is_told_of(receiver: Receiver) -> None:
+def test_a_web_address_that_is_not_there_is_told_of(receiver):
     receiver.socket.close()
     assert "ConnectionError" in perform(Hook(url=receiver.url, timeout=1.0), b"{}")
 
 
-def test_a_command_gets_it_on_its_standard_input(tmp_path: Path) -> None:
+def test_a_command_gets_it_on_its_standard_input(tmp_path):
     file = tmp_path / "it's here"
     assert perform(Hook(run=("sh", "-c", 'cat > "$0"', str(file))), b'{"event":"failed"}') == ""
     assert file.read_text() == '{"event":"failed"}'
 
 
-def test_a_command_does_not_get_the_keys_of_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_does_not_get_the_keys_of_clients(tmp_path, monkeypatch):
     file = tmp_path / "variables"
     monkeypatch.setenv("ANVIL_API_KEYS", "secret")
     monkeypatch.setenv("OTHER", "1")
@@ -114,18 +111,18 @@ def test_a_command_does_not_get_the_keys_of_clients(tmp_path: Path, monkeypatch:
     assert "ANVIL_API_KEYS" not in names
 
 
-def test_a_command_that_fails_is_told_of_in_its_words() -> None:
+def test_a_command_that_fails_is_told_of_in_its_words():
     assert (
         perform(Hook(run=("sh", "-c", "echo no bus >&2; exit 3")), b"{}") == "it exited with code 3: no bus"
     )
     assert perform(Hook(run=("/nowhere/to/be-found",)), b"{}").startswith("it cannot be run: No such file")
 
 
-def test_a_command_that_reads_nothing_does_no_harm() -> None:
+def test_a_command_that_reads_nothing_does_no_harm():
     assert perform(Hook(run=("true",)), b"x" * (1 << 20)) == ""
 
 
-def test_a_command_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+def test_a_command_that_hangs_is_killed_with_all_that_it_started(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
@@ -136,7 +133,7 @@ def test_a_command_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path)
     os.close(reader)
 
 
-def test_a_command_is_not_waited_for_because_of_what_has_left_its_session(tmp_path: Path) -> None:
+def test_a_command_is_not_waited_for_because_of_what_has_left_its_session(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     hook = Hook(run=("sh", "-c", 'setsid cat "$0" &', str(fifo)), timeout=0.3)
@@ -148,7 +145,7 @@ def test_a_command_is_not_waited_for_because_of_what_has_left_its_session(tmp_pa
         fifo.write_text("")  # which ends it
 
 
-def test_a_hook_is_told_only_what_it_is_for_and_fails_once_in_words(receiver: Receiver) -> None:
+def test_a_hook_is_told_only_what_it_is_for_and_fails_once_in_words(receiver):
     said: list[str] = []
     notifier = HookNotifier(Hook(on=("loaded",), url=receiver.url), said.append)
     loaded = event_as_json(Event(1.0, "ready", "a", "a", seconds=2.0), 1001.0)
@@ -174,7 +171,7 @@ def test_a_hook_is_told_only_what_it_is_for_and_fails_once_in_words(receiver: Re
     assert said == [failed, slow, failed]
 
 
-def test_one_that_rests_more_deeply_is_not_unloaded_again(receiver: Receiver) -> None:
+def test_one_that_rests_more_deeply_is_not_unloaded_again(receiver):
     notifier = HookNotifier(Hook(url=receiver.url), pytest.fail)
     kinds = ("ready", "standby", "standby", "stopped", "ready", "stopped")
     notifier.notify([event_as_json(Event(1.0, kind, "a", "a"), 1.0) for kind in kinds], 0)
@@ -191,7 +188,7 @@ def test_one_that_rests_more_deeply_is_not_unloaded_again(receiver: Receiver) ->
         ([{"run": ["a"], "timeout": "1m"}], (Hook(run=("a",), timeout=60.0),)),
     ],
 )
-def test_hooks_are_read_as_people_write_them(value: object, hooks: tuple[Hook, ...]) -> None:
+def test_hooks_are_read_as_people_write_them(value, hooks):
     assert HOOKS.read(value) == hooks
 
 
@@ -210,12 +207,12 @@ def test_hooks_are_read_as_people_write_them(value: object, hooks: tuple[Hook, .
         ([{"url": "http://x", "timeout": 0}], "must be more than 0, not 0"),
     ],
 )
-def test_a_hook_that_cannot_be_meant_is_refused(value: object, problem: str) -> None:
+def test_a_hook_that_cannot_be_meant_is_refused(value, problem):
     with pytest.raises(ValueError, match=problem):
         HOOKS.read(value)
 
 
-def test_a_feed_may_be_followed_for_a_hook(receiver: Receiver) -> None:
+def test_a_feed_may_be_followed_for_a_hook(receiver):
     feed = Feed()
     notifier = HookNotifier(Hook(url=receiver.url), pytest.fail)
     worker = notifier.worker("hook", feed, wall=lambda moment: moment)

@@ -1,7 +1,5 @@
 """What goes in at one end of the journal is counted and written at the other."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -10,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -46,7 +43,7 @@ class Desk:
 
     def open(self, **settings: object) -> Journal:
         settings = {"access": self.descriptor, "wall": float, **settings}
-        journal = Journal(self.metrics, **settings)  # type: ignore[arg-type]
+        journal = Journal(self.metrics, **settings)
         self.journals.append(journal)
         return journal
 
@@ -64,7 +61,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     os.close(made.descriptor)
 
 
-def test_a_flush_returns_when_everything_before_it_is_counted_and_written(desk: Desk) -> None:
+def test_a_flush_returns_when_everything_before_it_is_counted_and_written(desk):
     journal = desk.open()
     for number in range(100):
         journal.add(record(request_id=f"r{number}"))
@@ -73,14 +70,14 @@ def test_a_flush_returns_when_everything_before_it_is_counted_and_written(desk: 
     assert value(desk.metrics, "anvil_queue_wait_seconds_count", model="a") == 100
 
 
-def test_closing_writes_what_is_left(desk: Desk) -> None:
+def test_closing_writes_what_is_left(desk):
     journal = desk.open()
     journal.add(record())
     journal.close()
     assert len(desk.lines()) == 1
 
 
-def test_nothing_is_lost_between_many_threads(desk: Desk) -> None:
+def test_nothing_is_lost_between_many_threads(desk):
     journal = desk.open()
 
     def add() -> None:
@@ -96,7 +93,7 @@ def test_nothing_is_lost_between_many_threads(desk: Desk) -> None:
     assert len(desk.lines()) == 1000
 
 
-def test_lines_in_json_are_json_whatever_a_client_sent(desk: Desk) -> None:
+def test_lines_in_json_are_json_whatever_a_client_sent(desk):
     journal = desk.open(form="json")
     journal.add(record(path='/x"\n{', model="\x1b[31m", status=404, code="not_found", backend=""))
     journal.flush()
@@ -104,14 +101,14 @@ def test_lines_in_json_are_json_whatever_a_client_sent(desk: Desk) -> None:
     assert (line["path"], line["status"], line["code"]) == ('/x"\n{', 404, "not_found")
 
 
-def test_a_client_cannot_forge_a_line_of_the_access_log(desk: Desk) -> None:
+def test_a_client_cannot_forge_a_line_of_the_access_log(desk):
     journal = desk.open()
     journal.add(record(path="/x\n2026 200 GET /admin"))
     journal.flush()
     assert len(desk.lines()) == 1
 
 
-def test_a_probe_is_no_news_while_all_is_well(desk: Desk) -> None:
+def test_a_probe_is_no_news_while_all_is_well(desk):
     journal = desk.open()
     journal.add(record(path="/healthz", model="", backend="", route="/healthz", is_quiet=True))
     journal.add(record(path="/healthz", model="", backend="", is_quiet=True, status=503))
@@ -121,7 +118,7 @@ def test_a_probe_is_no_news_while_all_is_well(desk: Desk) -> None:
     assert value(desk.metrics, "anvil_requests_total", model="unknown", route="/healthz", code="200") == 1
 
 
-def test_phases_are_counted_and_not_told(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
+def test_phases_are_counted_and_not_told(desk, capfd):
     journal = desk.open(verbosity=VERBOSE)
     journal.note_phase(CONFIG.backends[0], "verify", 1.5)
     journal.flush()
@@ -129,9 +126,7 @@ def test_phases_are_counted_and_not_told(desk: Desk, capfd: pytest.CaptureFixtur
     assert (counted, capfd.readouterr().err) == (1.5, "")
 
 
-def test_events_are_told_in_the_order_in_which_they_came(
-    desk: Desk, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_events_are_told_in_the_order_in_which_they_came(desk, capfd):
     journal = desk.open(access=2)
     journal.add(Event(1.0, "draining", "a", "a", 0, 2, 30.0, Cause("oldest_first", waiting=1), "b"))
     journal.add(record(request_id="between"))
@@ -147,18 +142,14 @@ def test_events_are_told_in_the_order_in_which_they_came(
     assert told[2:] == ["a: evicting, 1 request severed after 30.0 s", "a: stopped", "a: ready after 12.3 s"]
 
 
-def test_an_event_names_the_service_where_that_is_not_the_model(
-    desk: Desk, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_event_names_the_service_where_that_is_not_the_model(desk, capfd):
     journal = desk.open()
     journal.add(Event(1.0, "stopped", "coder", "coder-2", cause=Cause("died", detail="killed")))
     journal.flush()
     assert capfd.readouterr().err.endswith(" coder (coder-2): died: killed\n")
 
 
-def test_a_failed_load_is_told_with_the_last_lines_of_its_engine(
-    desk: Desk, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_load_is_told_with_the_last_lines_of_its_engine(desk, capfd):
     tails = {"a": ["CUDA out of memory", "bye"]}
     journal = desk.open(tail=tails.__getitem__)
     journal.add(Event(1.0, "stopped", "a", "a", cause=Cause("load_failed", detail="exited with code 1")))
@@ -168,9 +159,7 @@ def test_a_failed_load_is_told_with_the_last_lines_of_its_engine(
     assert "  | CUDA out of memory\n  | bye\n" in told
 
 
-def test_an_event_in_json_names_its_kind_and_leaves_out_what_is_empty(
-    desk: Desk, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_event_in_json_names_its_kind_and_leaves_out_what_is_empty(desk, capfd):
     journal = desk.open(form="json", tail=lambda _: ["bye"])
     journal.add(Event(0.0, "stuck", "a", "a", cause=Cause("evict_failed", detail="still runs")))
     journal.flush()
@@ -186,7 +175,7 @@ def test_an_event_in_json_names_its_kind_and_leaves_out_what_is_empty(
     }
 
 
-def test_quiet_tells_only_what_is_wrong(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
+def test_quiet_tells_only_what_is_wrong(desk, capfd):
     journal = desk.open(verbosity=QUIET)
     journal.add(Event(1.0, "ready", "a", "a", seconds=1.0))
     journal.add(Event(1.0, "stopped", "a", "a", cause=Cause("died", detail="exited with code 139")))
@@ -201,9 +190,7 @@ def test_quiet_tells_only_what_is_wrong(desk: Desk, capfd: pytest.CaptureFixture
     assert told[2] == "anvil-mux: configuration refused, nothing has changed: no {such} key"
 
 
-def test_only_verbose_tells_what_single_requests_go_through(
-    desk: Desk, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_only_verbose_tells_what_single_requests_go_through(desk, capfd):
     for verbosity, told in ((NORMAL, False), (VERBOSE, True)):
         journal = desk.open(verbosity=verbosity)
         assert journal.tells_leases is told
@@ -216,7 +203,7 @@ def test_only_verbose_tells_what_single_requests_go_through(
         assert "ready after" in said
 
 
-def test_who_looks_on_is_not_told_of_every_request_even_if_the_log_is(desk: Desk) -> None:
+def test_who_looks_on_is_not_told_of_every_request_even_if_the_log_is(desk):
     journal = desk.open(verbosity=VERBOSE)
     for kind in ("queued", "leased", "ready", "released", "severed"):
         journal.observe(Event(1.0, kind, "a", "a", 7))
@@ -224,14 +211,14 @@ def test_who_looks_on_is_not_told_of_every_request_even_if_the_log_is(desk: Desk
     assert [event.kind for event in journal.feed.news(FeedPosition()).events] == ["ready", "severed"]
 
 
-def test_no_event_is_dropped_that_is_counted_or_told_without_asking() -> None:
+def test_no_event_is_dropped_that_is_counted_or_told_without_asking():
     needless = {
         kind for kind in KINDS if kind not in Metrics._FOLDS and _level(Event(0, kind, "a")) == VERBOSE
     }
     assert needless == _OF_REQUESTS
 
 
-def test_a_full_disk_does_not_end_the_journal(desk: Desk) -> None:
+def test_a_full_disk_does_not_end_the_journal(desk):
     with open("/dev/full", "wb", buffering=0) as full:
         journal = desk.open(access=full.fileno())
         journal.add(record())
@@ -241,7 +228,7 @@ def test_a_full_disk_does_not_end_the_journal(desk: Desk) -> None:
     assert value(desk.metrics, "anvil_queue_wait_seconds_count", model="a") == 2
 
 
-def test_the_last_words_of_an_engine_steer_no_terminal(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_last_words_of_an_engine_steer_no_terminal(desk, capfd):
     journal = desk.open(tail=lambda _: ["\x1b[2J\x1b]0;owned\x07out of memory\x07"])
     journal.observe(Event(1.0, "stopped", "a", "a", cause=Cause("load_failed", detail="why")))
     journal.flush()
@@ -250,9 +237,7 @@ def test_the_last_words_of_an_engine_steer_no_terminal(desk: Desk, capfd: pytest
     assert not {"\x1b", "\x07"} & set(shown)
 
 
-def test_a_pipe_that_nobody_reads_holds_nothing_up_and_lines_come_again_once_somebody_does(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pipe_that_nobody_reads_holds_nothing_up_and_lines_come_again_once_somebody_does(desk, monkeypatch):
     monkeypatch.setattr(accesslog, "PATIENCE_SECONDS", 0.01)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -276,9 +261,7 @@ def test_a_pipe_that_nobody_reads_holds_nothing_up_and_lines_come_again_once_som
     os.close(writer)
 
 
-def test_an_entry_that_cannot_be_told_does_not_end_the_journal(
-    desk: Desk, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_entry_that_cannot_be_told_does_not_end_the_journal(desk, capfd):
     def broken(_: str) -> list[str]:
         raise OSError("no log")
 
@@ -325,16 +308,16 @@ SHORT = Cause("host_memory_short")
         ("ready", {"cause": Cause("reprieved")}, "stays loaded: it no longer has to make room"),
     ],
 )
-def test_an_event_is_told_in_words(kind: str, more: dict[str, Any], said: str) -> None:
+def test_an_event_is_told_in_words(kind, more, said):
     assert story(Event(1.0, kind, "a", **more)) == said
 
 
 @pytest.mark.parametrize(("backend", "shown"), [("a-1", " a@a-1 "), ("", " a ")])
-def test_the_access_log_names_the_model_also_where_no_engine_answered(backend: str, shown: str) -> None:
+def test_the_access_log_names_the_model_also_where_no_engine_answered(backend, shown):
     assert shown in human_line(record(model="a", backend=backend))
 
 
-def test_the_access_log_names_the_preset() -> None:
+def test_the_access_log_names_the_preset():
     named = record(model="a", backend="a-1", preset='a-"fast"')
     assert ' a-"fast"@a-1 ' in human_line(named)
     said = json.loads(json_line(named))
@@ -342,7 +325,7 @@ def test_the_access_log_names_the_preset() -> None:
     assert "preset" not in json.loads(json_line(record(model="a")))
 
 
-def test_weights_that_were_read_ahead_are_counted(desk: Desk) -> None:
+def test_weights_that_were_read_ahead_are_counted(desk):
     journal = desk.open()
     for size in (1000, 24):
         journal.note_read_ahead(CONFIG.backends[0], size, 0.5)

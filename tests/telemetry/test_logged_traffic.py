@@ -1,9 +1,6 @@
 """What the log of a program says of the clients whose log it is: their requests, made again."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 
@@ -30,9 +27,7 @@ __all__ = ["file"]
 
 @pytest.mark.parametrize("policy", ["eager", "debounce"])
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_log_replayed_under_the_same_policy_gives_the_same_figures(
-    file: Path, profile: str, policy: str
-) -> None:
+def test_a_log_replayed_under_the_same_policy_gives_the_same_figures(file, profile, policy):
     workload = PROFILES[profile](1)
     config = replace(workload.config(), policy=policy)
     before = simulated(workload, config)
@@ -42,7 +37,7 @@ def test_a_log_replayed_under_the_same_policy_gives_the_same_figures(
     assert asdict(figures(after)) == pytest.approx(asdict(figures(before)), rel=1e-9)
 
 
-def test_busy_logs_with_impatient_clients_are_made_again_event_by_event() -> None:
+def test_busy_logs_with_impatient_clients_are_made_again_event_by_event():
     """All moments are multiples of a power of two, so that their sums are exact."""
     seen: set[str] = set()
     for seed in range(20):
@@ -67,7 +62,7 @@ def replayed(*events: Event, began: float = 0.0) -> Workload:
     return workload_of([LoggedRun(header(AB, began), list(events))])
 
 
-def test_loads_and_stops_take_their_median_and_adopted_models_are_loaded_at_the_start() -> None:
+def test_loads_and_stops_take_their_median_and_adopted_models_are_loaded_at_the_start():
     learned = replayed(
         Event(1.0, "ready", "a", "a", cause=Cause("adopted")),
         *[Event(2.0, "ready", "b", "b", seconds=seconds) for seconds in (3.0, 50.0, 4.0)],
@@ -82,7 +77,7 @@ def test_loads_and_stops_take_their_median_and_adopted_models_are_loaded_at_the_
     assert learned.requests == (Arrival(6.0, "a", 2.0),)
 
 
-def test_a_request_arrived_when_its_wait_began() -> None:
+def test_a_request_arrived_when_its_wait_began():
     learned = replayed(
         Event(10.0, "queued", "a", ticket=1, size=1),
         leased(14.0, "a", 1, 4.0),
@@ -91,7 +86,7 @@ def test_a_request_arrived_when_its_wait_began() -> None:
     assert learned.requests == (Arrival(0.0, "a", 1.0),)
 
 
-def test_what_was_cut_off_takes_as_long_as_it_lasted() -> None:
+def test_what_was_cut_off_takes_as_long_as_it_lasted():
     learned = replayed(
         leased(0.0, "a", 1),
         leased(0.0, "a", 2, size=2),
@@ -103,7 +98,7 @@ def test_what_was_cut_off_takes_as_long_as_it_lasted() -> None:
     assert [request.seconds for request in learned.requests] == [3.0 + BEYOND_SECONDS, 5.0, 4.0, 4.0]
 
 
-def test_what_was_never_served_takes_what_its_model_usually_takes() -> None:
+def test_what_was_never_served_takes_what_its_model_usually_takes():
     learned = replayed(
         *[leased(0.0, "a", n, size=n) for n in (1, 2, 3)],
         *[Event(seconds, "released", "a", "a", n) for n, seconds in ((1, 1.0), (2, 2.0), (3, 9.0))],
@@ -120,7 +115,7 @@ def test_what_was_never_served_takes_what_its_model_usually_takes() -> None:
     )
 
 
-def test_who_only_asked_for_a_load_holds_no_lease() -> None:
+def test_who_only_asked_for_a_load_holds_no_lease():
     learned = replayed(
         Event(1.0, "queued", "a", ticket=1, size=1),
         Event(1.0, "queued", "a", ticket=2, size=2),
@@ -131,7 +126,7 @@ def test_who_only_asked_for_a_load_holds_no_lease() -> None:
     assert learned.requests == (Arrival(0.0, "a", 1.0), Arrival(0.0, "a", 0.0, leases=False))
 
 
-def test_runs_follow_each_other_as_on_the_clock_on_the_wall() -> None:
+def test_runs_follow_each_other_as_on_the_clock_on_the_wall():
     runs = [
         LoggedRun(header(AB, 1000.0), [leased(50.0, "a", 1), Event(60.0, "released", "a", "a", 1)]),
         LoggedRun(header(AB, 1095.0), [leased(5.0, "b", 1), Event(6.0, "released", "b", "b", 1)]),
@@ -144,7 +139,7 @@ def test_runs_follow_each_other_as_on_the_clock_on_the_wall() -> None:
     ]
 
 
-def test_an_answer_of_a_log_takes_what_it_would_have_taken_alone() -> None:
+def test_an_answer_of_a_log_takes_what_it_would_have_taken_alone():
     log = [leased(0.0, "a", 1), leased(2.0, "a", 2, size=2)]
     log += [Event(4.0, "released", "a", "a", 2, 1), Event(5.0, "released", "a", "a", 1, 0)]
     run = LoggedRun(header(AB, 0.0), log)
@@ -155,12 +150,12 @@ def test_an_answer_of_a_log_takes_what_it_would_have_taken_alone() -> None:
     assert [each.seconds for each in one_at_a_time] == [5.0, 0.0]
 
 
-def test_a_log_without_a_request_cannot_be_replayed() -> None:
+def test_a_log_without_a_request_cannot_be_replayed():
     with pytest.raises(BadLog, match="no request"):
         replayed(Event(1.0, "ready", "a", "a", cause=Cause("adopted")))
 
 
-def test_a_log_that_begins_amid_requests_is_a_trace_of_them_from_there_on() -> None:
+def test_a_log_that_begins_amid_requests_is_a_trace_of_them_from_there_on():
     rest = [
         Event(9.0, "released", "a", "a", 2, 0),
         Event(9.0, "evicting", "a", "a", seconds=1.0),
@@ -189,7 +184,7 @@ def test_a_log_that_begins_amid_requests_is_a_trace_of_them_from_there_on() -> N
     assert drawn.lengths["b"] == [(0.0, 2), (5.0, 1), (5.0, 0)]
 
 
-def test_what_one_program_wrote_under_two_configurations_is_one_trace() -> None:
+def test_what_one_program_wrote_under_two_configurations_is_one_trace():
     reloaded = Event(2.0, "reloaded", "")
     first = LoggedRun(header(AB, 5.0), [leased(1.0, "a", 1), reloaded, leased(3.0, "a", 2, size=2)])
     second = LoggedRun(

@@ -1,7 +1,5 @@
 """Histories of events in, samples out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -85,7 +83,7 @@ def record(**changed: object) -> Served:
         "sent": 100,
         **changed,
     }
-    return Served(**given)  # type: ignore[arg-type]
+    return Served(**given)
 
 
 class History:
@@ -109,7 +107,7 @@ class History:
         return ticket
 
 
-def test_requests_that_name_a_preset_have_a_label_of_their_own() -> None:
+def test_requests_that_name_a_preset_have_a_label_of_their_own():
     fast = replace(CONFIG.backends[0], presets=(Preset("a-fast", system="Be quick."),))
     seen = metrics(replace(CONFIG, backends=(fast, *CONFIG.backends[1:])))
     assert value(seen, "anvil_tokens_total", model="a", preset="a-fast", kind="completion") == 0
@@ -138,7 +136,7 @@ def swapped(target: str) -> Metrics:
     return history.metrics
 
 
-def test_a_swap_is_counted_and_timed() -> None:
+def test_a_swap_is_counted_and_timed():
     seen = swapped("b")
     assert phases(seen) == {("a", "drain"): 3.0}
     assert value(seen, "anvil_swap_duration_seconds_sum", result="ok") == 10.0 + 20.0
@@ -149,13 +147,13 @@ def test_a_swap_is_counted_and_timed() -> None:
     assert value(seen, "anvil_model_loads_total", model="b", result="ok") == 1
 
 
-def test_a_swap_counts_on_each_gpu_that_its_model_takes() -> None:
+def test_a_swap_counts_on_each_gpu_that_its_model_takes():
     seen = swapped("both")
     assert value(seen, "anvil_gpu_swap_seconds_total", gpu="0") == 10.0 + 20.0
     assert value(seen, "anvil_gpu_swap_seconds_total", gpu="1") == 20.0
 
 
-def test_each_token_is_counted_once_by_its_kind() -> None:
+def test_each_token_is_counted_once_by_its_kind():
     made = metrics()
     made.served(record(tokens=37, prompt_tokens=12, cached_tokens=8))
     made.served(record(tokens=3))
@@ -167,7 +165,7 @@ def test_each_token_is_counted_once_by_its_kind() -> None:
     assert value(made, "anvil_tokens_total", model="c", kind="completion") == 0
 
 
-def test_what_was_thought_cached_is_compared_with_what_engines_say() -> None:
+def test_what_was_thought_cached_is_compared_with_what_engines_say():
     two = [Backend(f"a-{number}", "a") for number in (1, 2)]
     made = metrics(Config((*two, Backend("b", "b"))))
     kinds = ("hit", "missing", "unforeseen")
@@ -187,7 +185,7 @@ def test_what_was_thought_cached_is_compared_with_what_engines_say() -> None:
     assert value(made, "anvil_cache_forecast_tokens_total", model="b", kind="hit") is None
 
 
-def test_a_swap_of_several_victims_is_one_swap() -> None:
+def test_a_swap_of_several_victims_is_one_swap():
     history = History()
     driver = history.driver
     driver.release(history.load("a", 0.0, 1.0), 1.0)
@@ -355,12 +353,12 @@ HISTORIES: dict[str, tuple[list[Event], dict[str, float | None]]] = {
 
 
 @pytest.mark.parametrize(("events", "expected"), HISTORIES.values(), ids=HISTORIES)
-def test_what_happened_is_counted(events: list[Event], expected: dict[str, float | None]) -> None:
+def test_what_happened_is_counted(events, expected):
     seen = told(events)
     assert {key: sample(seen, key) for key in expected} == expected
 
 
-def test_what_the_mechanism_tells_of_its_phases_is_counted_by_model() -> None:
+def test_what_the_mechanism_tells_of_its_phases_is_counted_by_model():
     seen = metrics()
     for phase in (("a", "evict", 2.0), ("a", "evict", 3.0), ("b", "probe", 0.5)):
         seen.took(*phase)
@@ -371,7 +369,7 @@ def deferred(at: float, model: str, ticket: int, cause: str = "more_awaited") ->
     return Event(at, "deferred", model, "", ticket, 1, 5.0, Cause(cause))
 
 
-def test_the_time_for_which_a_swap_was_held_back_is_its_cool_down_however_often_that_is_announced() -> None:
+def test_the_time_for_which_a_swap_was_held_back_is_its_cool_down_however_often_that_is_announced():
     seen = told(
         [
             deferred(1.0, "b", 7),
@@ -390,7 +388,7 @@ def test_the_time_for_which_a_swap_was_held_back_is_its_cool_down_however_often_
 
 
 @pytest.mark.parametrize("kind", ["gone", "failed"])
-def test_a_swap_is_not_held_back_for_those_that_have_left(kind: str) -> None:
+def test_a_swap_is_not_held_back_for_those_that_have_left(kind):
     left = [deferred(1.0, "b", 7), Event(2.0, kind, "b", ticket=7)]
     assert phases(told([*left, Event(900.0, "loading", "b", "b")])) == {}
     again = [*left, deferred(3.0, "b", 9), Event(3.5, kind, "b", ticket=8), Event(5.0, "loading", "b", "b")]
@@ -398,7 +396,7 @@ def test_a_swap_is_not_held_back_for_those_that_have_left(kind: str) -> None:
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "min_residency"])
-def test_every_deferral_has_a_class_of_its_own(policy: str) -> None:
+def test_every_deferral_has_a_class_of_its_own(policy):
     backends = [
         replace(backend, min_residency=5.0 * (policy == "min_residency")) for backend in CONFIG.backends
     ]
@@ -412,13 +410,13 @@ def test_every_deferral_has_a_class_of_its_own(policy: str) -> None:
     assert kinds.isdisjoint({"policy", "policy_text"})
 
 
-def test_the_reasons_of_other_policies_share_one_label() -> None:
+def test_the_reasons_of_other_policies_share_one_label():
     texts = [Cause("policy_text", detail=f"it is {hour} o'clock") for hour in range(24)]
     seen = told([deferred(1.0, "b", hour)._replace(cause=text) for hour, text in enumerate(texts)])
     assert value(seen, "anvil_deferrals_total", model="b", cause="policy_text") == 24
 
 
-def test_what_backends_hold_is_shown_as_it_was_last_measured() -> None:
+def test_what_backends_hold_is_shown_as_it_was_last_measured():
     known = [
         Footprint("a", "sleep", {"0": 19}, {"0": 1}, 16, 2),
         Footprint("a", "stop", {"0": 20}, {"0": 0}, 0, 1),
@@ -432,7 +430,7 @@ def test_what_backends_hold_is_shown_as_it_was_last_measured() -> None:
     assert value(seen, "anvil_backend_host_bytes", backend="a", way="stop") is None
 
 
-def test_what_was_learned_of_swaps_is_shown_and_several_victims_are_one_label() -> None:
+def test_what_was_learned_of_swaps_is_shown_and_several_victims_are_one_label():
     costs = [
         Cost("", "a", "stop", 0.0, 9.0, 1),
         Cost("a", "b", "sleep", 0.5, 1.0, 3),
@@ -448,7 +446,7 @@ def test_what_was_learned_of_swaps_is_shown_and_several_victims_are_one_label() 
     }
 
 
-def test_models_that_are_served_from_now_on_begin_at_zero_and_those_of_before_go_on() -> None:
+def test_models_that_are_served_from_now_on_begin_at_zero_and_those_of_before_go_on():
     seen = metrics()
     seen.served(record())
     seen.know(Config(backends=(Backend("new", "new", ("0",), aliases=("n",)),)))
@@ -459,7 +457,7 @@ def test_models_that_are_served_from_now_on_begin_at_zero_and_those_of_before_go
     assert value(seen, "anvil_queue_wait_seconds_count", model="new") == 1
 
 
-def test_a_load_that_was_cancelled_is_neither_a_failure_nor_a_death() -> None:
+def test_a_load_that_was_cancelled_is_neither_a_failure_nor_a_death():
     history = History()
     history.request("a", 0.0)
     assert isinstance(history.driver.next_step(0.0), Load)
@@ -476,7 +474,7 @@ def test_a_load_that_was_cancelled_is_neither_a_failure_nor_a_death() -> None:
     assert value(seen, "anvil_model_loads_total", model="a", result="ok") == 1
 
 
-def test_a_served_request_is_counted_with_its_times() -> None:
+def test_a_served_request_is_counted_with_its_times():
     seen = metrics()
     seen.served(record())
     seen.served(record(status=503, code="severed", first_byte=0.0))
@@ -488,7 +486,7 @@ def test_a_served_request_is_counted_with_its_times() -> None:
     assert value(seen, "anvil_time_to_first_byte_seconds_count", model="a") == 1
 
 
-def test_labels_never_come_from_clients() -> None:
+def test_labels_never_come_from_clients():
     seen = metrics()
     seen.served(record(model="bee", path="/chat/completions"))
     seen.served(record(model="x" * 100, path="/etc/passwd", backend="", status=404))
@@ -505,7 +503,7 @@ def test_labels_never_come_from_clients() -> None:
     assert {sample.labels["route"] for sample in counted.samples} == routes | named | {"other"}
 
 
-def test_what_a_rate_is_asked_of_begins_at_zero() -> None:
+def test_what_a_rate_is_asked_of_begins_at_zero():
     seen = metrics()
     for model in ("a", "b", "c", "both"):
         assert value(seen, "anvil_queue_wait_seconds_count", model=model) == 0
@@ -515,7 +513,7 @@ def test_what_a_rate_is_asked_of_begins_at_zero() -> None:
     assert value(seen, "anvil_swap_duration_seconds_sum", result="stuck") == 0
 
 
-def test_a_bucket_counts_what_is_at_most_its_bound() -> None:
+def test_a_bucket_counts_what_is_at_most_its_bound():
     seen = metrics()
     for seconds in (0.5, 0.6, 1200.0, 5000.0):
         seen.served(record(seconds=seconds))
@@ -530,7 +528,7 @@ def test_a_bucket_counts_what_is_at_most_its_bound() -> None:
     assert BUCKETS[-1] == 1200.0
 
 
-def test_each_key_has_what_it_has_used() -> None:
+def test_each_key_has_what_it_has_used():
     seen = metrics()
     for gpu_seconds in (1.5, 0.25):
         seen.served(record(key="alice", prompt_tokens=10, cached_tokens=4, tokens=5, gpu_seconds=gpu_seconds))
@@ -548,7 +546,7 @@ def test_each_key_has_what_it_has_used() -> None:
         ("application/openmetrics-text; version=1.0.0", "application/openmetrics-text", "# EOF\n"),
     ],
 )
-def test_a_scraper_gets_the_format_that_it_asks_for(accept: str, content_type: str, end: str) -> None:
+def test_a_scraper_gets_the_format_that_it_asks_for(accept, content_type, end):
     seen = metrics()
     seen.served(record())
     kind, text = seen.render(accept)

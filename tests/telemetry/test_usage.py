@@ -1,10 +1,7 @@
 """What each API key has used: by key, model and hour, in memory, in files, in metrics."""
 
-from __future__ import annotations
-
 import json
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +40,7 @@ def row(key: str, model: str, **more: float) -> dict[str, Any]:
     return {"key": key, "model": model, **figures, **more}
 
 
-def test_it_is_counted_by_key_and_model_those_with_most_gpu_time_first() -> None:
+def test_it_is_counted_by_key_and_model_those_with_most_gpu_time_first():
     usage = Usage(wall=Wall())
     usage.served("a", served(gpu_seconds=1.0))
     usage.served("a", served(gpu_seconds=1.5, waited=2.0, status=502, cached_tokens=4))
@@ -68,13 +65,13 @@ def test_it_is_counted_by_key_and_model_those_with_most_gpu_time_first() -> None
     ]
 
 
-def test_a_request_that_no_backend_served_used_nothing() -> None:
+def test_a_request_that_no_backend_served_used_nothing():
     usage = Usage(wall=Wall())
     usage.served("a", served(backend="", status=503))
     assert usage.since(0.0) == []
 
 
-def test_it_is_asked_to_the_hour_over_days_and_restarts(tmp_path: Path) -> None:
+def test_it_is_asked_to_the_hour_over_days_and_restarts(tmp_path):
     wall = Wall()
     usage = Usage(tmp_path / "usage", print, wall)
     usage.served("a", served())
@@ -91,7 +88,7 @@ def test_it_is_asked_to_the_hour_over_days_and_restarts(tmp_path: Path) -> None:
     assert Usage(tmp_path / "usage", print, wall).since(0.0)[0]["requests"] == 4
 
 
-def test_a_record_that_comes_after_midnight_is_counted_on_its_day(tmp_path: Path) -> None:
+def test_a_record_that_comes_after_midnight_is_counted_on_its_day(tmp_path):
     wall = Wall()
     usage = Usage(tmp_path / "usage", print, wall)
     usage.served("a", served())
@@ -104,7 +101,7 @@ def test_a_record_that_comes_after_midnight_is_counted_on_its_day(tmp_path: Path
     assert usage.since(0.0)[0]["requests"] == 3
 
 
-def test_it_is_written_when_it_has_changed_and_not_all_the_time(tmp_path: Path) -> None:
+def test_it_is_written_when_it_has_changed_and_not_all_the_time(tmp_path):
     wall, file = Wall(), tmp_path / "usage" / "2024-10-04"
     usage = Usage(tmp_path / "usage", print, wall)
     usage.save()
@@ -121,7 +118,7 @@ def test_it_is_written_when_it_has_changed_and_not_all_the_time(tmp_path: Path) 
     assert file.stat().st_mode & 0o077 == 0
 
 
-def test_old_days_are_forgotten(tmp_path: Path) -> None:
+def test_old_days_are_forgotten(tmp_path):
     wall = Wall()
     usage = Usage(tmp_path, print, wall)
     usage.served("a", served())
@@ -135,7 +132,7 @@ def test_old_days_are_forgotten(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["{", "[]", '{"rows": [[1]]}', '{"rows": 3}', "\x00", '{"rows": [[1, 2, 3]]}']
 )
-def test_a_file_that_cannot_be_read_is_told_once_and_counted_anew(tmp_path: Path, text: str) -> None:
+def test_a_file_that_cannot_be_read_is_told_once_and_counted_anew(tmp_path, text):
     said: list[str] = []
     (tmp_path / "2024-10-04").write_text(text)
     usage = Usage(tmp_path, said.append, Wall())
@@ -145,7 +142,7 @@ def test_a_file_that_cannot_be_read_is_told_once_and_counted_anew(tmp_path: Path
     assert "so the usage of that day is counted from zero" in said[0]
 
 
-def test_a_folder_that_cannot_be_written_is_told_and_counting_goes_on(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_told_and_counting_goes_on(tmp_path):
     said: list[str] = []
     usage = Usage(tmp_path / "no" / "usage", said.append, Wall())
     usage.served("a", served())
@@ -154,7 +151,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_counting_goes_on(tmp_path: 
     assert usage.since(0.0) == [row("alice", "a")]
 
 
-def test_what_was_used_since_the_start_is_told_by_key_and_model() -> None:
+def test_what_was_used_since_the_start_is_told_by_key_and_model():
     usage = Usage(wall=Wall())
     usage.served("a", served(gpu_seconds=1.5, cached_tokens=4, status=502))
     usage.served("a", served(gpu_seconds=0.25))
@@ -172,7 +169,7 @@ def test_what_was_used_since_the_start_is_told_by_key_and_model() -> None:
     }
 
 
-def test_the_start_is_that_of_the_program_and_nothing_is_forgotten_when_a_day_ends(tmp_path: Path) -> None:
+def test_the_start_is_that_of_the_program_and_nothing_is_forgotten_when_a_day_ends(tmp_path):
     def requests(usage: Usage) -> list[float]:
         return [used["requests"] for used in usage.since_start().values()]
 
@@ -192,7 +189,7 @@ def test_the_start_is_that_of_the_program_and_nothing_is_forgotten_when_a_day_en
 
 
 @pytest.mark.parametrize("step", ["_read", "_write"])
-def test_who_asks_while_rows_come_into_memory_or_leave_it_counts_them_once(tmp_path: Path, step: str) -> None:
+def test_who_asks_while_rows_come_into_memory_or_leave_it_counts_them_once(tmp_path, step):
     earlier = Usage(tmp_path, wall=Wall())
     earlier.served("a", served())
     earlier.save(at_once=True)

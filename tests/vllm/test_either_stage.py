@@ -4,8 +4,6 @@ Opt-in: ANVIL_VLLM_PYTHON names a Python that has vLLM and nixl. The third does 
 the answers have to be. The policy is slo_adaptive with limits that a busy CPU keeps, in the mode full.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import signal
@@ -73,7 +71,7 @@ def decoder(by: str) -> str:
     return backend
 
 
-def test_a_profile_of_a_real_engine_reaches_to_the_end_of_its_context(scene: Scene) -> None:
+def test_a_profile_of_a_real_engine_reaches_to_the_end_of_its_context(scene):
     text = (scene.file.parent / "profile.json").read_text()
     written = json.loads(text)
     prompts = [row["tokens_num"] for row in written["ttft"]["results"]]
@@ -91,7 +89,7 @@ def test_a_profile_of_a_real_engine_reaches_to_the_end_of_its_context(scene: Sce
     assert 0 < made.first_token(128, 0, 0) <= made.first_token(1024, 0, 0) < made.first_token(8000, 0, 0)
 
 
-def test_an_idle_pair_shares_a_request_and_answers_as_one_engine_does(scene: Scene) -> None:
+def test_an_idle_pair_shares_a_request_and_answers_as_one_engine_does(scene):
     words = "so it goes "
     answer, by = scene.chat("m", words)
     writes = decoder(by)
@@ -100,7 +98,7 @@ def test_an_idle_pair_shares_a_request_and_answers_as_one_engine_does(scene: Sce
     assert answer != scene.chat("plain", "so it does ")[0]
 
 
-def test_answers_gather_at_one_and_prompts_go_to_the_other(scene: Scene) -> None:
+def test_answers_gather_at_one_and_prompts_go_to_the_other(scene):
     asked = {
         "model": "m",
         "prompt": "on and on " * 30,
@@ -122,7 +120,7 @@ def test_answers_gather_at_one_and_prompts_go_to_the_other(scene: Scene) -> None
     scene.wait_for_leases(a=0, b=0)
 
 
-def test_what_cannot_be_asked_in_stages_is_done_by_one(scene: Scene) -> None:
+def test_what_cannot_be_asked_in_stages_is_done_by_one(scene):
     asked = {"model": "m", "input": "so it goes " * 30, "max_output_tokens": 8, "temperature": 0}
     status, headers, text = scene.running.request("POST", "/v1/responses", asked, GUARD)
     assert status == 200, text
@@ -130,7 +128,7 @@ def test_what_cannot_be_asked_in_stages_is_done_by_one(scene: Scene) -> None:
     assert "prefill by" not in headers["x-anvil-backend"]
 
 
-def test_the_one_that_is_left_does_all_and_the_other_comes_back_to_share(scene: Scene) -> None:
+def test_the_one_that_is_left_does_all_and_the_other_comes_back_to_share(scene):
     words = "it was there "
     gone = OTHER[decoder(scene.chat("m", "who writes ")[1])]
     scene.signal(gone, signal.SIGKILL)

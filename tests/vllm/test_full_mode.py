@@ -4,8 +4,6 @@ Opt-in: ANVIL_VLLM_PYTHON names a Python that has vLLM. Somebody else asks one o
 anvil-mux, which can only know of that what the engine says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -81,7 +79,7 @@ def asked_by_others(scene: Scene, backend: str, count: int) -> Iterator[None]:
         yield
 
 
-def test_every_name_that_is_looked_for_is_on_vllms_page(scene: Scene) -> None:
+def test_every_name_that_is_looked_for_is_on_vllms_page(scene):
     lines = scene.page("a").splitlines()
     for name in polling.NAMES:
         if name.startswith("vllm:") and name not in OLDER:
@@ -90,7 +88,7 @@ def test_every_name_that_is_looked_for_is_on_vllms_page(scene: Scene) -> None:
     assert polling.load_of("\n".join(lines)) == EngineLoad(0, 0, 0.0)
 
 
-def test_requests_go_where_an_engine_says_that_others_ask_less_of_it(scene: Scene) -> None:
+def test_requests_go_where_an_engine_says_that_others_ask_less_of_it(scene):
     with asked_by_others(scene, "a", AT_ONCE):
         said = until(scene, "a", lambda found: found["running"] == AT_ONCE and found["kv_usage"])
         assert said["age_seconds"] < STALE
@@ -106,7 +104,7 @@ def test_requests_go_where_an_engine_says_that_others_ask_less_of_it(scene: Scen
     until(scene, "a", lambda found: found["running"] == 0)
 
 
-def test_those_that_wait_in_an_engine_count_too(scene: Scene) -> None:
+def test_those_that_wait_in_an_engine_count_too(scene):
     with asked_by_others(scene, "b", AT_ONCE), ThreadPoolExecutor(1) as pool:
         until(scene, "b", lambda found: found["running"] == AT_ONCE)
         url = f"{scene.about('b')['url']}/v1/completions"
@@ -121,7 +119,7 @@ def test_those_that_wait_in_an_engine_count_too(scene: Scene) -> None:
     until(scene, "b", lambda found: (found["running"], found["waiting"]) == (0, 0))
 
 
-def test_one_that_is_frozen_turns_stale_its_requests_move_and_it_comes_back(scene: Scene) -> None:
+def test_one_that_is_frozen_turns_stale_its_requests_move_and_it_comes_back(scene):
     with scene.frozen("a"), ThreadPoolExecutor(2) as pool:
         both = [pool.submit(scene.chat, "m", words) for words in ("it is ", "it was ")]
         told = sorted(each.result(GUARD)[1] for each in both)

@@ -1,7 +1,5 @@
 """A real vLLM on the CPU with LoRA adapters: one of its command, one that anvil-mux has it load."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Iterator
@@ -39,7 +37,7 @@ def ask(scene: Scene, model: str, route: str = "/v1/chat/completions") -> dict[s
     return answer
 
 
-def test_each_adapter_answers_in_its_own_way_and_by_its_own_name(scene: Scene) -> None:
+def test_each_adapter_answers_in_its_own_way_and_by_its_own_name(scene):
     answers = {name: ask(scene, name) for name in NAMES}
     assert {name: each["model"] for name, each in answers.items()} == {name: name for name in NAMES}
     assert len({json.dumps(each["choices"]) for each in answers.values()}) == 3
@@ -48,12 +46,12 @@ def test_each_adapter_answers_in_its_own_way_and_by_its_own_name(scene: Scene) -
     }
 
 
-def test_adapters_are_asked_for_in_anthropics_words_too(scene: Scene) -> None:
+def test_adapters_are_asked_for_in_anthropics_words_too(scene):
     answers = [json.dumps(ask(scene, name, "/v1/messages")["content"]) for name in NAMES]
     assert len(set(answers)) == 3
 
 
-def test_adapters_are_listed_and_their_engine_is_loaded_once(scene: Scene) -> None:
+def test_adapters_are_listed_and_their_engine_is_loaded_once(scene):
     listed = {each["id"]: each.get("parent") for each in scene.running.get("/v1/models")["data"]}
     assert listed == {"m": None, "sql": "m", "legal": "m"}
     assert 'anvil_model_loads_total{model="m",result="ok"} 1.0' in scene.running.request("GET", "/metrics")[2]

@@ -4,8 +4,6 @@ Opt-in: ANVIL_VLLM_PYTHON names a Python that has vLLM and nixl. A third vLLM, w
 what the answers have to be: the weights are random, and so large that an answer depends on the whole prompt.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +35,7 @@ def ask_meanwhile(scene: Scene, words: str, meanwhile: Callable[[], None]) -> tu
         return asked.result(GUARD)
 
 
-def test_the_answer_is_that_of_one_engine_and_the_decode_engine_computes_no_prompt(scene: Scene) -> None:
+def test_the_answer_is_that_of_one_engine_and_the_decode_engine_computes_no_prompt(scene):
     before = scene.transferred("decode")
     answer, by = scene.chat("m", "so it goes ")
     assert answer == scene.chat("plain", "so it goes ")[0]
@@ -47,9 +45,7 @@ def test_the_answer_is_that_of_one_engine_and_the_decode_engine_computes_no_prom
     assert scene.transferred("decode") - before > 300
 
 
-def test_a_prefill_engine_that_is_killed_at_work_leaves_the_request_to_the_other_and_comes_back(
-    scene: Scene,
-) -> None:
+def test_a_prefill_engine_that_is_killed_at_work_leaves_the_request_to_the_other_and_comes_back(scene):
     def kill() -> None:
         scene.wait_for_leases(prefill=1, decode=1)
         scene.signal("prefill", signal.SIGKILL)
@@ -65,9 +61,7 @@ def test_a_prefill_engine_that_is_killed_at_work_leaves_the_request_to_the_other
     assert scene.transferred("decode") > before
 
 
-def test_a_prefill_engine_that_is_killed_before_it_is_read_costs_the_decode_engine_the_prompt(
-    scene: Scene,
-) -> None:
+def test_a_prefill_engine_that_is_killed_before_it_is_read_costs_the_decode_engine_the_prompt(scene):
     def kill() -> None:
         try:
             scene.wait_for_leases(prefill=0, decode=1)

@@ -4,8 +4,6 @@ On a CPU no memory is released, but all else is real: the routes, the requests t
 a level 2 wake that fails, because dummy weights cannot be read again.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator
@@ -64,7 +62,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     made.runtime.close()
 
 
-def test_it_sleeps_and_wakes_and_is_never_started_again(scene: Scene) -> None:
+def test_it_sleeps_and_wakes_and_is_never_started_again(scene):
     for _ in range(3):
         evicted = scene.swapper.evict(scene.backend, "sleep")
         assert (evicted.level, evicted.residual, evicted.host_bytes > 0) == ("sleep", {"0": 0}, True)
@@ -73,9 +71,7 @@ def test_it_sleeps_and_wakes_and_is_never_started_again(scene: Scene) -> None:
         assert engines.is_asleep(scene.backend, scene.url) is False
 
 
-def test_it_is_healthy_while_it_sleeps_and_answers_nobody(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_healthy_while_it_sleeps_and_answers_nobody(scene, monkeypatch):
     scene.swapper.evict(scene.backend, "sleep")
     assert requests.get(f"{scene.url}/health", timeout=GUARD).status_code == 200
     monkeypatch.setattr(engines, "PROBE_TIMEOUT", 1.0)
@@ -85,14 +81,12 @@ def test_it_is_healthy_while_it_sleeps_and_answers_nobody(
     assert scene.swapper.load(scene.backend, "sleep").level == "sleep"
 
 
-def test_it_cannot_be_woken_when_it_is_awake(scene: Scene) -> None:
+def test_it_cannot_be_woken_when_it_is_awake(scene):
     with pytest.raises(BackendError, match="is awake, nobody knows since when"):
         engines.wake(scene.backend, scene.url, 1)
 
 
-def test_a_wake_that_fails_in_the_engine_is_a_cold_start_within_the_load(
-    scene: Scene, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wake_that_fails_in_the_engine_is_a_cold_start_within_the_load(scene, caplog):
     assert scene.swapper.evict(scene.backend, "sleep-2").level == "sleep-2"
     loaded = scene.swapper.load(scene.backend, "sleep-2")
     assert loaded.level == "stop"

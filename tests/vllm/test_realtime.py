@@ -4,8 +4,6 @@ Opt-in: ANVIL_VLLM_PYTHON names a Python that has vLLM and torchvision, which th
 What it hears in the sound is noise, as its weights are made up; the socket and its events are real.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -111,7 +109,7 @@ def error_of(connection: Any) -> ConnectionClosedError:
         return error
 
 
-def test_what_is_said_is_written_down_as_it_comes(mux: Running) -> None:
+def test_what_is_said_is_written_down_as_it_comes(mux):
     with listening(mux) as connection:
         assert mux.get("/healthz")["models"]["ears"]["leases"] == 1
         say(connection, 2)
@@ -125,7 +123,7 @@ def test_what_is_said_is_written_down_as_it_comes(mux: Running) -> None:
     assert seen(lambda: mux.get("/healthz")["models"]["ears"]["leases"], lambda count: not count) == 0
 
 
-def test_whoever_listens_is_drained_and_told_that_another_model_is_wanted(mux: Running) -> None:
+def test_whoever_listens_is_drained_and_told_that_another_model_is_wanted(mux):
     with listening(mux) as connection:
         say(connection, 5)
         assert told(connection)["type"] == "transcription.delta"
@@ -136,7 +134,7 @@ def test_whoever_listens_is_drained_and_told_that_another_model_is_wanted(mux: R
     assert "ears was evicted for other" in error.rcvd.reason
 
 
-def test_whoever_listens_is_told_that_the_engine_was_killed(mux: Running) -> None:
+def test_whoever_listens_is_told_that_the_engine_was_killed(mux):
     with listening(mux) as connection:
         say(connection, 5)
         assert told(connection)["type"] == "transcription.delta"

@@ -1,7 +1,5 @@
 """Trees of /sys and /proc of machines with GPUs, as files: see README.md."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
