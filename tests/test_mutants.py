@@ -217,9 +217,9 @@ MUTANTS = {
         'slot.state == "draining" or comes_back',
     ),
     "the drain timeout of a backend does not count": (
-        "scheduler/swaps",
-        "seconds = victim.backend.drain_timeout",
-        "seconds = self.config.drain_timeout",
+        "scheduler/state",
+        "(self.config if by_hand else slot.backend).drain_timeout",
+        "self.config.drain_timeout",
     ),
     "backends are evicted beside a drain without a bound": (
         "scheduler/swaps",
@@ -251,11 +251,6 @@ MUTANTS = {
         "scheduler/memory",
         "return (one.priority, one.leases > 0,",
         "return (-one.priority, one.leases > 0,",
-    ),
-    "plans are kept though another queue has begun": (
-        "admission",
-        "            self.changed()\n            most, load",
-        "            most, load",
     ),
     "a cost includes the drain": (
         "scheduler/swaps",

@@ -229,7 +229,6 @@ class Admission(GroupState):
         if not ticket.resent:
             model.demand.arrived(now)
         if not queue.tickets:
-            self.changed()
             most, load, seconds = bound(self, model, now)
             queue.bound, queue.load_seconds = most, load
         queue.join(ticket)
