@@ -215,7 +215,7 @@ def _blocked(state: GroupState, model: Model, late: float, now: float) -> WaitEs
     """No swap to it could begin now; it is overdue in ``late`` seconds."""
     wanted = {gpu for slot in model.slots for gpu in slot.holds}
     others = [slot for slot in state.slots.values() if slot.state in HOLDING and wanted & slot.holds.keys()]
-    leaving = [slot for slot in model.slots if slot.state in HOLDING]
+    leaving = [slot for slot in model.own if slot.state in HOLDING]
     moving = [slot for slot in others if slot.state != "ready"]
     drain = _DrainEstimate()
     lacks = [lack for slot in model.slots if (lack := state.placement.others_before(slot))]
