@@ -205,6 +205,10 @@ class Situation:
         states = {name: each.state for name, each in self.backends.items() if each.state != "stopped"}
         return states.keys() <= backends and set(states.values()) <= {"ready", "standby"}
 
+    def holds(self, backend: str) -> bool:
+        """Whether a backend is anything but stopped."""
+        return backend in self.backends and self.backends[backend].state != "stopped"
+
     def backend(self, name: str, model: str) -> BackendRecord:
         try:
             return self.backends[name]
@@ -266,6 +270,7 @@ class Situation:
         if before == "ready":
             self.queue(event.model).unready = event.at
         found = event.cause is not None and event.cause.kind in FOUND
+        backend.model = event.model  # a reload may have given it another
         backend.failed_starts += before == "loading" and event.kind != "cancelling" and not found
         backend.state, backend.since, backend.target = event.kind, event.at, event.target
         backend.limit = event.seconds if event.kind == "draining" else math.inf
@@ -376,7 +381,11 @@ class EventLog:
         rotation: Rotation | None = None,
     ) -> None:
         self._descriptor = descriptor
-        self._header = self._next_header = header
+        self._header = header
+        self._next: tuple[Mapping[str, Any], Iterable[str]] = (header, ())
+        """The header of runs after the next reload, and the backends that it ends."""
+        self._leaving: set[str] = set()
+        """The backends that are not as the header describes them, and have not stopped yet."""
         self._rotation = rotation
         self._situation = Situation()
         self._reloaded = math.inf
@@ -396,9 +405,9 @@ class EventLog:
         self._events.append(event)
         self._worker.wake()
 
-    def head(self, header: Mapping[str, Any]) -> None:
-        """Set the header with which runs begin from the next reload on."""
-        self._next_header = {**header, "began": self._header["began"]}
+    def head(self, header: Mapping[str, Any], leaving: Iterable[str] = ()) -> None:
+        """Set the header with which runs begin from the next reload on; ``leaving``: who ends with that."""
+        self._next = {**header, "began": self._header["began"]}, leaving
 
     def close(self) -> None:
         """Writes what is left."""
@@ -421,15 +430,19 @@ class EventLog:
             group.append(event)
             self._situation.read(event)
             if event.kind == "reloaded":
-                self._reloaded, self._header = event.at, self._next_header
-            elif self._is_anew:
+                self._reloaded = event.at
+                self._header, leaving = self._next
+                self._leaving |= {name for name in leaving if self._situation.holds(name)}
+            elif event.kind == "stopped":
+                self._leaving.discard(event.backend)
+            if event.kind != "reloaded" and self._is_anew:
                 break
         return group
 
     @property
     def _is_anew(self) -> bool:
         """Whether, after a reload, all that is not as the new configuration has it has left."""
-        if self._reloaded >= self._situation.at:
+        if self._leaving or self._reloaded >= self._situation.at:
             return False
         return self._situation.is_about({backend["name"] for backend in self._header["backends"]})
 

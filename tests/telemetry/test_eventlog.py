@@ -481,6 +481,33 @@ def test_a_run_begins_after_a_reload_as_soon_as_those_that_leave_have_left(
     assert second.events == steps[-1:]
 
 
+def test_a_run_begins_once_what_a_reload_has_changed_has_stopped_and_not_between_its_load_and_its_drain(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eventlog, "GATHER_SECONDS", 0.0)
+    renamed = replace(AB, backends=(replace(AB.backends[0], model="c"), *AB.backends[1:]))
+    with appending(file) as log:
+        log.append(Event(1.0, "loading", "a", "a"))
+        log.head(header(renamed, 77.0), ["a", "b"])
+        steps = [
+            Event(2.0, "reloaded", ""),
+            Event(3.0, "ready", "a", "a", seconds=2.0),
+            Event(3.0, "draining", "a", "a", cause=Cause("changed")),
+            Event(3.0, "evicting", "a", "a"),
+            Event(4.0, "stopped", "a", "a"),
+            Event(5.0, "loading", "c", "a"),
+            Event(6.0, "ready", "c", "a", seconds=1.0),
+        ]
+        for event in steps:
+            log.append(event)
+            while f'"at":{event.at},"kind":"{event.kind}"' not in file.read_text():
+                os.sched_yield()
+    first, second = read(file)
+    assert first.events[1:] == steps[:5]
+    assert second.begins["at"] == 4.0
+    assert led_to([*first.events, *second.events])["backends"]["a"]["model"] == "c"
+
+
 def test_a_file_that_is_large_enough_is_set_aside(file: Path) -> None:
     descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_APPEND)
     log = EventLog(descriptor, header(AB, 1000.0), pytest.fail, Rotation(str(file), 3000, kept=2))
