@@ -115,7 +115,8 @@ def _sections(file: Path) -> dict[str, dict[str, str]]:
     for number, line in enumerate(lines, 1):
         name, bracket, behind = line.strip().removeprefix("[").partition("]")
         key, equals, value = COMMENT.split(line, maxsplit=1)[0].partition("=")
-        if line.strip().startswith("[") and bracket and not COMMENT.split(behind, maxsplit=1)[0].strip():
+        is_header = line.strip().startswith("[") and name.strip() and bracket
+        if is_header and not COMMENT.split(behind, maxsplit=1)[0].strip():
             section = found[name.strip()] = {}
         elif equals and KEY.fullmatch(key.strip()):
             section[key.strip()] = value.strip()

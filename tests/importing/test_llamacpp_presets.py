@@ -157,6 +157,7 @@ def test_a_preset_without_a_model_is_left_out(tmp_path: Path) -> None:
         ("[m\nc = 1", "is no file of presets: "),
         ("[m]\n--c = 1\n", "models.ini:2: is no file of presets: '--c = 1' is no `key = value`"),
         ("[m]\nwhat", "is no file of presets: "),
+        ("[ ]\nc = 1", "is no file of presets: "),
     ],
 )
 def test_a_file_without_presets_says_so(tmp_path: Path, text: str, problem: str) -> None:
