@@ -19,12 +19,10 @@ import json
 import math
 import struct
 import threading
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from functools import cache
 from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar, cast
 
 from anvil_mux.errors import BackendError, Cancelled, ConfigError, LoadError, MuxError
@@ -35,11 +33,6 @@ LONGEST = 64 << 20
 """Bytes of one value."""
 LONGEST_ANSWER = 8 << 20
 """Characters of what a host answers; in a frame each may take six, which LONGEST allows."""
-GREATEST = 1 << 62
-"""The bound of whole numbers, so that whoever reckons with one may make a float of it."""
-
-_LISTS = (list, tuple, collections.abc.Sequence)
-_MAPPINGS = (dict, collections.abc.Mapping)
 
 T = TypeVar("T")
 
@@ -109,66 +102,10 @@ def read(kind: type[T], text: str | bytes, *, is_foreign: bool = False) -> T:
 
 def of(kind: type[T], value: object) -> T:
     """Return a plain value as one of this type; Unreadable if it is none. ``object``: as it is."""
-    return cast(T, _of(kind, value))
-
-
-def _of(kind: Any, value: object) -> object:
-    if kind is object:
-        return value
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        return _one_of(parts, value)
-    if origin in _LISTS and isinstance(value, list):
-        return _list(kind, origin, parts, value)
-    if origin in _MAPPINGS and isinstance(value, dict):
-        return {_of(parts[0], key): _of(parts[1], each) for key, each in value.items()}
-    if isinstance(value, dict) and isinstance(kind, type):
-        return _record(kind, value)
-    return _scalar(kind, value)
-
-
-def _scalar(kind: Any, value: object) -> object:
-    is_number = type(value) in (int, float) and kind is float
-    if not (is_number or (type(value) is kind and kind in (str, bool, int, types.NoneType))):
-        raise Unreadable(f"this is no {getattr(kind, '__name__', kind)}: {value!r:.80}")
-    if isinstance(value, int) and abs(value) > GREATEST:
-        raise Unreadable("this is too great a number")
-    return value
-
-
-def _one_of(kinds: Sequence[Any], value: object) -> Any:
-    if value is None and types.NoneType in kinds:  # most often
-        return None
-    for kind in kinds[:-1]:
-        try:
-            return _of(kind, value)
-        except Unreadable:
-            pass
-    return _of(kinds[-1], value)
-
-
-def _list(kind: Any, origin: Any, parts: tuple[Any, ...], value: list[object]) -> Any:
-    if origin is not tuple or parts[-1] is ...:
-        parts = parts[:1] * len(value)
-    elif len(parts) != len(value):
-        raise Unreadable(f"this is no {kind}: it has {len(value)} parts")
-    found = [_of(part, each) for part, each in zip(parts, value, strict=True)]
-    return found if origin is list else tuple(found)
-
-
-def _record(kind: type, value: Mapping[str, object]) -> Any:
-    types_of = _fields_of(kind)
-    if not types_of or types_of.keys() != value.keys():
-        raise Unreadable(f"this is no {kind.__name__}: {', '.join(value)[:80]}")
-    return kind(**{name: _of(each, value[name]) for name, each in types_of.items()})
-
-
-@cache
-def _fields_of(kind: type) -> Mapping[str, Any]:
-    """The fields of a record with their types; none: it is no record."""
-    if not (is_dataclass(kind) or hasattr(kind, "_fields")):
-        return {}
-    return typing.get_type_hints(kind)
+    try:
+        return cast(T, foreign.of(kind, value))
+    except ValueError as error:
+        raise Unreadable(str(error)) from None
 
 
 def arguments(method: Callable[..., object], values: Sequence[object]) -> list[Any]:
@@ -176,7 +113,7 @@ def arguments(method: Callable[..., object], values: Sequence[object]) -> list[A
     kinds = [kind for name, kind in typing.get_type_hints(method).items() if name not in ("return", "owner")]
     if len(values) > len(kinds):
         raise Unreadable(f"{method.__name__} takes {len(kinds)} values, not {len(values)}")
-    return [_of(kind, value) for kind, value in zip(kinds, values, strict=False)]
+    return [of(kind, value) for kind, value in zip(kinds, values, strict=False)]
 
 
 # Frames on a pipe

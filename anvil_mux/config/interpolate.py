@@ -28,6 +28,8 @@ from anvil_mux.errors import ConfigError
 MOST_NODES = 100_000
 """The most nodes of a file whose aliases are written out: a small file can stand for a huge one."""
 DEEPEST = 50
+MOST_DIGITS = 3500
+"""The digits of a whole number: Python shows none of many more, in whichever base they are written."""
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 HALF_A_PAIR = "holds half a surrogate pair, which is no text"
 
@@ -80,7 +82,7 @@ def read(file: Path) -> Document:
         walk.visit(root, ())
         if walk.problems:
             raise ConfigError(walk.problems)
-        content = loader.construct_document(root) if root else {}
+        content = _constructed(loader, root) if root else {}
     except OSError as error:
         raise ConfigError([f"{file}: cannot be read: {error.strerror}"]) from None
     except UnicodeDecodeError:
@@ -96,6 +98,14 @@ def read(file: Path) -> Document:
         found = Diagnostic("is not a Compose file: it has no keys such as `services:`", write="services: ...")
         raise ConfigError([found.at(Position(str(file), 1), (), "")])
     return Document(file, content, walk.lines, tuple(walk.tags))
+
+
+def _constructed(loader: Loader, root: yaml.Node) -> Any:
+    """The content of a file; ValueError where a value is not what its tag says it is."""
+    try:
+        return loader.construct_document(root)
+    except (KeyError, AttributeError, IndexError) as error:  # of the constructors of !!bool, !!timestamp, ...
+        raise ValueError(f"a value is not what its tag (!!) says it is ({error})") from None
 
 
 def resolve(document: Document, scope: Scope) -> Any:
@@ -380,6 +390,8 @@ class _Walk:
             self.tags.append((key, node.tag))
         if isinstance(node, yaml.ScalarNode) and _LONE_SURROGATE.search(node.value):
             self._complain(node.start_mark.line + 1, key, HALF_A_PAIR)
+        if node.tag.endswith(":int") and len(node.value) > MOST_DIGITS:
+            self._complain(node.start_mark.line + 1, key, "is too great a number")
         match node:
             case yaml.MappingNode():
                 self._visit_mapping(node, key)

@@ -146,6 +146,7 @@ def load(file: Path | None, environ: Mapping[str, str]) -> Keyring:
                 problems.append(f"{source}:{number}: {error}")
     if file is not None and not lines and not problems:
         problems.append(f"key_file: {file} holds no key")
+    problems += _contradictions(lines)
     if problems:
         raise ConfigError([Diagnostic(problem, key=("x-anvil", "key_file")) for problem in problems])
     return Keyring([line.key for line in lines], _warnings(lines))
@@ -159,6 +160,15 @@ class _KeyLine(NamedTuple):
     """The words behind the key."""
     says_rights: bool
     place: Position
+
+
+def _contradictions(lines: Iterable[_KeyLine]) -> Iterator[str]:
+    """The problems with lines about a key of which another line says something else."""
+    first: dict[bytes, _KeyLine] = {}
+    for line in lines:
+        other = first.setdefault(line.key.digest, line)
+        if other.key != line.key:
+            yield f"{line.place}: this key has another name, or other rights, in {other.place}: keep one line"
 
 
 def _warnings(lines: Iterable[_KeyLine]) -> Iterator[Diagnostic]:

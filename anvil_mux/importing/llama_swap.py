@@ -8,6 +8,7 @@ table. llama-swap does not look at keys that it does not know, so here they are 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import combinations
@@ -100,6 +101,10 @@ class _SwapFile:
         self._raise()
         self._write()
         return self.made
+
+    def named(self, name: str) -> SwapModel | None:
+        """The model of the file that a name is for: its id, an alias, or one with parameters of its own."""
+        return next((model for model in self.models.values() if name in model.names), None)
 
     # What is wrong
 
@@ -215,7 +220,9 @@ class _SwapFile:
 
     def _group(self, key: KeyPath, said: Any) -> SwapGroup:
         said = self._mapping(said, key)
-        members = said.get("members") or []
+        members: list[str] = []
+        with self._problems_at((*key, "members")):
+            members = texts(said.get("members"))
         for name in members:
             if name not in self.models:
                 self.note((*key, "members"), f"{name} is no model of the file.")
@@ -328,10 +335,8 @@ def _api_keys(file: _SwapFile, value: Any) -> None:
 def _hooks(file: _SwapFile, value: Any) -> None:
     started = _sub(value, "on_startup")
     for name in texts(started.get("preload")):
-        for model in file.models.values():
-            if name in (model.id, *model.settings.get("aliases", ())):
-                model.settings["preload"] = True
-                break
+        if model := file.named(name.strip()):
+            model.settings["preload"] = True
         else:
             file.note(("hooks", "on_startup", "preload"), f"{name} is no model of the file.")
     for key in started:
@@ -354,25 +359,48 @@ def _routing(file: _SwapFile, value: Any) -> None:
 
 
 def _selectors(file: _SwapFile, value: Any) -> None:
+    any_of: dict[str, list[str]] = {}
+    elsewhere = _names_of_peers(file)
     for name, said in _entries(value):
         targets, strategy = texts(said.get("targets")), said.get("strategy")
-        key = ("selectors", str(name))
-        if not targets or targets[0] not in file.models:
-            file.note(key, "is left out: its first target is no model of the file.")
-        elif strategy == "warm":
-            file.made.settings.setdefault("any_of", {})[name] = [t for t in targets if t in file.models]
-        else:
-            file.models[targets[0]].call(name)
+        key, first = ("selectors", str(name)), next(iter(targets), "")
+        model = file.named(first)
+        if strategy == "warm" and model:
+            any_of[name] = [target for target in targets if file.named(target)]
+        elif strategy == "pin" and (
+            first in elsewhere or (model and first in model.settings.get("presets", ()))
+        ):
+            any_of[name] = [elsewhere.get(first, first)]
+        elif model:
+            model.call(name)
             if strategy != "pin":
-                alone = f"is a name of {targets[0]} alone, not of {', '.join(targets[1:])}"
+                alone = f"is a name of {first} alone, not of {', '.join(targets[1:])}"
                 file.note(key, f"{alone}; replicas have the same `model`.")
+        else:
+            file.note(key, "is left out: its first target is no model of the file.")
+    if any_of:
+        file.made.settings["any_of"] = any_of
+
+
+def _names_of_peers(file: _SwapFile) -> dict[str, str]:
+    """The names by which models of peers may be asked for, and the whole name of each."""
+    asked = [(peer, each) for peer, each in _entries(file.top.get("peers")) if _is_asked(each)]
+    whole = [(name, f"{peer}/{name}") for peer, each in asked for name in texts(each.get("models"))]
+    count = Counter(name for name, _ in whole)
+    alone = {name: full for name, full in whole if count[name] == 1 and not file.named(name)}
+    return {**alone, **{full: full for _, full in whole}}
+
+
+def _is_asked(peer: Mapping[str, Any]) -> bool:
+    """Whether anvil-mux can ask a peer."""
+    return str(peer.get("proxy") or "").startswith(("http://", "https://"))
 
 
 def _peers(file: _SwapFile, value: Any) -> None:
     for peer, said in _entries(value):
         key = ("peers", peer)
         proxy = str(said.get("proxy") or "")
-        if not proxy.startswith(("http://", "https://")):
+        if not _is_asked(said):
             models = ", ".join(texts(said.get("models")))
             file.note(key, f"is left out, and with it {models}: anvil-mux cannot ask {plain(proxy)}.")
             continue
@@ -389,15 +417,14 @@ def _write_peer(file: _SwapFile, key: KeyPath, said: Mapping[str, Any], settings
     filters = _sub(said, "filters")
     if names := listed(filters.get("stripParams")):
         settings["strip"] = [name for name in names if name not in UNTOUCHED]
-    if fields := {n: each for n, each in _sub(filters, "setParams").items() if n not in UNTOUCHED}:
-        settings["set"] = fields
+    settings |= swap_models.parameters(_sub(filters, "setParams"))
     if said.get("timeouts"):
         file.note((*key, "timeouts"), swap_models.NOTES["timeouts"])
     for name in texts(said.get("models")):
         full = f"{key[1]}/{name}"
         service = file.made.free_name(full)
         alone = sum(name in texts(peer.get("models")) for _, peer in _entries(file.top["peers"])) == 1
-        aliases = {"aliases": [name]} if alone and name not in file.models else {}
+        aliases = {"aliases": [name]} if alone and not file.named(name) else {}
         given = {"model": full, "served_model": name, **aliases, **settings}
         file.made.services[service] = {"x-anvil": written(given)}
 

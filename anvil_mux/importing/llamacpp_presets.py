@@ -8,7 +8,7 @@ becomes settings of ours. See "Model presets" in llama.cpp's tools/server/README
 
 from __future__ import annotations
 
-import configparser
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,18 @@ TOP = "\0"
 """The section of the keys that stand before all sections: the version."""
 VARIABLE = "LLAMA_"
 """How the variables begin that stand for arguments."""
+KEY = re.compile(r"[a-zA-Z_][a-zA-Z0-9_.-]*")
+COMMENT = re.compile(r"[;#]")
 OURS = frozenset(("host", "port", "api-key", "api-key-file", "models-dir", "models-preset", "models-max"))
 """The arguments that the router, and so anvil-mux, says itself."""
-MODEL = frozenset(("m", "model", "hf", "hfr", "hf-repo", "mu", "model-url"))
+MODEL = frozenset(
+    (
+        *("m", "model", "hf", "hfr", "hf-repo", "mu", "model-url"),
+        *("LLAMA_ARG_MODEL", "LLAMA_ARG_HF_REPO", "LLAMA_ARG_MODEL_URL"),
+    )
+)
 """The arguments that say which weights are loaded."""
+ALIAS = frozenset(("a", "alias", "LLAMA_ARG_ALIAS"))
 TRUE, FALSE = frozenset(("true", "on", "enabled", "1")), frozenset(("false", "off", "disabled", "0"))
 
 
@@ -92,20 +100,30 @@ def translate(file: Path, *, program: str = "", gpus: Sequence[str] = ()) -> Wri
 
 
 def _sections(file: Path) -> dict[str, dict[str, str]]:
-    """Section -> key -> value, as the file has them."""
-    reader = configparser.RawConfigParser(
-        delimiters=("=",), comment_prefixes=(";", "#"), default_section="\0none", empty_lines_in_values=False
-    )
-    reader.optionxform = str  # type: ignore[assignment, method-assign]
+    """Section -> key -> value, as llama.cpp reads the file: the last of several takes the others' place.
+
+    ``;`` and ``#`` begin a comment wherever they stand, within quotes too.
+    """
     try:
-        reader.read_string(f"[{TOP}]\n{state.read_text(file)}", str(file))
+        lines = state.read_text(file).split("\n")
     except OSError as error:
         raise ConfigError([f"{file}: cannot be read: {error.strerror}"]) from None
     except UnicodeDecodeError:
         raise ConfigError([f"{file}: is not UTF-8"]) from None
-    except configparser.Error as error:
-        raise ConfigError([f"{file}: is no file of presets: {' '.join(str(error).split())}"]) from None
-    return {name: dict(reader.items(name)) for name in reader.sections()}
+    found: dict[str, dict[str, str]] = {TOP: {}}
+    section = found[TOP]
+    for number, line in enumerate(lines, 1):
+        name, bracket, behind = line.strip().removeprefix("[").partition("]")
+        key, equals, value = COMMENT.split(line, maxsplit=1)[0].partition("=")
+        is_header = line.strip().startswith("[") and name.strip() and bracket
+        if is_header and not COMMENT.split(behind, maxsplit=1)[0].strip():
+            section = found[name.strip()] = {}
+        elif equals and KEY.fullmatch(key.strip()):
+            section[key.strip()] = value.strip()
+        elif key.strip() or equals:
+            text = f"{line.strip()!r} is no `key = value`"
+            raise ConfigError([f"{file}:{number}: is no file of presets: {text}"])
+    return found
 
 
 class _PresetWriter:
@@ -140,12 +158,14 @@ class _PresetWriter:
         """Write one key of a preset."""
         if key in OURS:
             self._note(key, "is left out: anvil-mux says it.")
-        elif key in ("a", "alias"):
+        elif key in ALIAS:
             names = [name.strip() for name in value.split(",") if name.strip()]
             self._settings["aliases"] = [name for name in names if name != self._name]
         elif key == "load-on-startup":
             self._settings["preload"] = value.lower() in TRUE
         elif key == "sleep-idle-seconds":
+            if value.startswith("-"):
+                return  # it never sleeps
             self._settings["ttl"] = f"{value}s"
             self._note(key, "is ttl here: the engine is stopped, and sleeps by itself no more.")
         elif key in ("stop-timeout", "dedup-cache-models"):
@@ -159,9 +179,10 @@ class _PresetWriter:
         """The words of one argument."""
         name = LONG.get(key, key)
         bare = name.removeprefix("no-")
-        if (name in FLAGS or bare in NEGATABLE) and value.lower() in TRUE | FALSE:
-            is_on = (value.lower() in TRUE) == (name == bare or name in FLAGS)
-            if is_on:
+        if name in FLAGS or bare in NEGATABLE:
+            # What is neither counts as true, and a negated argument is a false one only where it is true.
+            is_negated = name != bare and name not in FLAGS
+            if value.lower() not in (TRUE if is_negated else FALSE):
                 yield f"--{name if name in FLAGS else bare}"
             elif bare in NEGATABLE:
                 yield f"--no-{bare}"

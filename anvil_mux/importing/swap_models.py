@@ -93,6 +93,11 @@ class SwapModel:
     """The settings in its ``x-anvil``."""
     container: ContainerRun | None = None
 
+    @property
+    def names(self) -> list[str]:
+        """The names by which it may be asked for."""
+        return [self.id, *self.settings.get("aliases", ()), *self.settings.get("presets", ())]
+
     def call(self, *names: str) -> None:
         """Add names by which clients may call it."""
         had = self.settings.get("aliases", [])
@@ -241,7 +246,10 @@ def listed(value: Any) -> list[str]:
 
 
 def _command(model: SwapModel, value: Any) -> None:
-    model.words = command_words(str(value or ""))
+    if isinstance(value, (list, dict)):
+        raise ValueError(f"must be text, not {value!r}")
+    model.said["cmd"] = text = str(value or "")
+    model.words = command_words(text)
     if is_container(model.words):
         model.container = read_container(model.words)
 
@@ -347,8 +355,7 @@ def _filters(model: SwapModel, value: Any) -> None:
     if kept := [name for name in names if name not in UNTOUCHED]:
         model.settings["strip"] = kept
     _untouched(model, "stripParams", names)
-    if fields := _fields(model, "setParams", value.get("setParams") or {}):
-        model.settings["set"] = fields
+    model.settings |= _fields(model, "setParams", value.get("setParams") or {})
     _by_id(model, value.get("setParamsByID") or {})
     for key in value:
         if key not in ("stripParams", "strip_params", "setParams", "setParamsByID"):
@@ -360,26 +367,38 @@ def _untouched(model: SwapModel, key: str, names: Collection[str]) -> None:
         model.note("filters", f"{key}: `stream` is left as the client says.")
 
 
-def _fields(model: SwapModel, key: str, said: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are set, without those that may not be, or only where a client does not."""
+def _fields(model: SwapModel, key: str, said: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if not isinstance(said, dict):
         raise ValueError(f"{key} must hold fields and their values, not {said!r}")
-    _untouched(model, key, said)
-    for name in said:
-        if name.endswith("?"):
-            told = "a default has no counterpart, and `set` holds whatever the client says"
-            model.note("filters", f"{key}: {name}: {told}.")
-    return {name: each for name, each in said.items() if name not in UNTOUCHED and not name.endswith("?")}
+    _untouched(model, key, [name.removesuffix("?") for name in said])
+    return parameters(said)
+
+
+def parameters(said: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The fields that are set, and those (``name?``) that a client may give itself, by our settings."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, each in said.items():
+        if (field_name := name.removesuffix("?")) not in UNTOUCHED:
+            found.setdefault("set" if field_name == name else "default", {})[field_name] = each
+    return found
 
 
 def _by_id(model: SwapModel, said: Mapping[str, Any]) -> None:
-    """The parameters of single names, which become presets."""
+    """The parameters of single names, which become presets: those are aliases no more."""
+    if not isinstance(said, dict):
+        raise ValueError(f"setParamsByID must hold names and their fields, not {said!r}")
     for name, fields in said.items():
-        found = _fields(model, f"setParamsByID: {name}", fields)
+        found = _fields(model, f"setParamsByID: {name}", fields or {})
         if name == model.id:
-            model.settings["set"] = {**model.settings.get("set", {}), **found}
+            for key, each in found.items():
+                model.settings[key] = {**model.settings.get(key, {}), **each}
+            continue
+        aliases = [alias for alias in model.settings.pop("aliases", ()) if alias != name]
+        model.settings |= {"aliases": aliases} if aliases else {}
+        if found:
+            model.settings.setdefault("presets", {})[name] = found
         else:
-            model.settings.setdefault("presets", {})[name] = {"set": found}
+            model.call(name)
 
 
 KEYS: dict[str, Callable[[SwapModel, Any], None]] = {

@@ -34,6 +34,8 @@ _FLAGS = {
     "resumed": False,
 }
 _TICKET_ENDS = ("leased", "failed", "gone")
+_OF_NO_MODEL = frozenset((*_FLAGS, "host_lost", "host_back", "paused", "plugin_failed"))
+_OF_NO_BACKEND = frozenset(("queued", "failed", "gone", "deferred", "pinned", "unpinned"))
 
 
 def check(
@@ -55,7 +57,7 @@ def check(
         checker.rounds.clear()
     for event in takewhile(lambda event: event.kind != "reloaded", log):
         if event.kind != "reload_failed":
-            checker.read(event)
+            checker.read_known(event)
     return checker.wrong
 
 
@@ -116,6 +118,18 @@ class _Checker:
         """Host -> when it was last heard of again after it was away."""
         self._unfound: set[str] = set()
         """Backends of a host that is back of which nothing was said yet."""
+
+    def read_known(self, event: Event) -> None:
+        """Judge an event, if it is about what the configuration has."""
+        if event.kind in _OF_NO_MODEL or self._knows(event):
+            self.read(event)
+        else:
+            self._claim(False, event, "the configuration has no such backend or model")
+
+    def _knows(self, event: Event) -> bool:
+        models = event.model in self._queues and (not event.target or event.target in self._queues)
+        needs_none = event.kind in _OF_NO_BACKEND and not event.backend
+        return models and (needs_none or event.backend in self._backends)
 
     def read(self, event: Event) -> None:
         self._claim(event.at >= self._then.at, event, "time goes backwards")

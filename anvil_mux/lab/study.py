@@ -223,6 +223,12 @@ def _under(policy: str, case: Case) -> Config:
         build_policy(policy, config.policy_settings)
     except TypeError as error:
         raise ConfigError([f"policy {policy}: {error}; a compose file can give it settings"]) from None
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
+    try:
+        build_eviction(config.eviction, config.eviction_settings)
+    except (TypeError, ValueError) as error:  # of a log from elsewhere
+        raise ConfigError([f"{error}; --eviction or a compose file can name another"]) from None
     return config
 
 

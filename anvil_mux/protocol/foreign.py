@@ -1,4 +1,5 @@
-"""Texts that others wrote, read within limits: JSON, the lines of their streams, compressed bodies.
+"""Texts that others wrote, read within limits: JSON, the lines of their streams, compressed bodies; and plain
+values as the types that are expected.
 
 Pure. Parsers recurse, in C too, where a text that is nested deeply overflows the stack of its thread and ends
 the program. So depth is measured before anything recursive reads a text: a piece at a time, for other threads
@@ -11,9 +12,14 @@ says. zstd is in Python from 3.14 on, and in the extra ``zstd`` for older ones.
 
 from __future__ import annotations
 
+import collections.abc
 import json
+import types
+import typing
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from functools import cache
 from importlib import import_module
 from itertools import accumulate
 from typing import Any
@@ -121,6 +127,87 @@ class Lines:
         lines = [bytes(self.rest), *more[:-1]]
         self.rest[:] = more[-1]
         return lines
+
+
+# Values as types
+
+GREATEST = 1 << 62
+"""The bound of whole numbers, so that whoever reckons with one may make a float of it."""
+_LISTS = (list, tuple, collections.abc.Sequence)
+_MAPPINGS = (dict, collections.abc.Mapping)
+
+
+def of(kind: Any, value: object) -> Any:
+    """A plain value as one of this type; ValueError if it is none. ``object``: as it is."""
+    if kind is object:
+        return value
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return _one_of(parts, value)
+    if origin in _LISTS and isinstance(value, (list, tuple)):
+        return _list(kind, origin, parts, value)
+    if origin in _MAPPINGS and isinstance(value, dict):
+        return {of(parts[0], key): of(parts[1], each) for key, each in value.items()}
+    if isinstance(value, dict) and isinstance(kind, type):
+        return _record(kind, value)
+    return _scalar(kind, value)
+
+
+def some_of(kind: type, values: Mapping[str, object]) -> dict[str, Any]:
+    """The plain values of some fields of a record as their types; ValueError names what is wrong with one."""
+    types_of, found = fields_of(kind), {}
+    for name, value in values.items():
+        if name not in types_of:
+            raise ValueError(f"{kind.__name__} has no {name}")
+        try:
+            found[name] = of(types_of[name], value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return found
+
+
+def _scalar(kind: Any, value: object) -> object:
+    is_number = type(value) in (int, float) and kind is float
+    if not (is_number or (type(value) is kind and kind in (str, bool, int, types.NoneType))):
+        raise ValueError(f"this is no {getattr(kind, '__name__', kind)}: {value!r:.80}")
+    if isinstance(value, int) and abs(value) > GREATEST:
+        raise ValueError("this is too great a number")
+    return value
+
+
+def _one_of(kinds: Sequence[Any], value: object) -> Any:
+    if value is None and types.NoneType in kinds:  # most often
+        return None
+    for kind in kinds[:-1]:
+        try:
+            return of(kind, value)
+        except ValueError:
+            pass
+    return of(kinds[-1], value)
+
+
+def _list(kind: Any, origin: Any, parts: tuple[Any, ...], value: Sequence[object]) -> Any:
+    if origin is not tuple or parts[-1] is ...:
+        parts = parts[:1] * len(value)
+    elif len(parts) != len(value):
+        raise ValueError(f"this is no {kind}: it has {len(value)} parts")
+    found = [of(part, each) for part, each in zip(parts, value, strict=True)]
+    return found if origin is list else tuple(found)
+
+
+def _record(kind: type, value: Mapping[str, object]) -> Any:
+    types_of = fields_of(kind)
+    if not types_of or types_of.keys() != value.keys():
+        raise ValueError(f"this is no {kind.__name__}: {', '.join(value)[:80]}")
+    return kind(**{name: of(each, value[name]) for name, each in types_of.items()})
+
+
+@cache
+def fields_of(kind: type) -> Mapping[str, Any]:
+    """The fields of a record with their types; none: it is no record."""
+    if not (is_dataclass(kind) or hasattr(kind, "_fields")):
+        return {}
+    return typing.get_type_hints(kind)
 
 
 # Compressed bodies

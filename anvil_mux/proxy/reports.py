@@ -288,7 +288,10 @@ class Diagnosis:
         models = {each.model: each for each in self._mux.overview.status().models}
         services = {each.backend: model for model in models.values() for each in model.backends}
         own = name in services and name not in models
-        model = services[name] if own else models[self._mux.resolve(reply.context.access.configured(name))]
+        meant = "" if own else self._mux.resolve(reply.context.access.configured(name))
+        model = services[name] if own else models.get(meant)
+        if model is None:
+            raise UnknownModel(meant)  # a reload has just brought it
         backend = query.get("backend", [name if own else model.backend])[-1]
         if services.get(backend) is not model:
             raise BadRequest(f"{model.model} has no backend {backend}", param="backend")
@@ -306,7 +309,8 @@ class Diagnosis:
         rules = access.rules(name, reply.context.key)
         rule = chosen_by(rules, _contents(query, tokens)) if rules else None
         chosen = self._mux.overview.choose(rule.models) if rule else name
-        model = self._mux.resolve(chosen)
+        meant = access.meant.get(chosen)  # a reload may have added the name, or taken it away, by now
+        model = meant.model if meant else self._mux.resolve(chosen)
         found = self._mux.overview.wait_estimate(model)
         stages = self._mux.overview.explain(model, Work(tokens=tokens), staged=True)
         if found.verdict == "served" and not all(
@@ -333,8 +337,8 @@ class Diagnosis:
             why = f" ({rule.conditions})" if rule.when else ""
             here = f" For this request that is {chosen}{why}." if len(rules) > 1 else ""
             sentence = f"{name} stands for {words_of(rules)}.{here} {sentence}"
-        elif name != model:
-            what = "a preset of" if access.meant[name].preset else "another name for"
+        elif meant and name != model:
+            what = "a preset of" if meant.preset else "another name for"
             sentence = f"{name} is {what} {model}. {sentence}"
         reply.json({**estimate, "sentence": sentence, "stages": finite(stages), **more, **state})
 

@@ -305,6 +305,11 @@ class Model:
         """Whether its queue stands in this GPU group, which has a backend of it."""
         return self.queue_group in ("", group)
 
+    @property
+    def own(self) -> list[Slot]:
+        """The backends of the model, without those that are another's until they are left."""
+        return [slot for slot in self.slots if slot.model == self.name]
+
     # Changes
 
     def set(self, settings: ModelSettings, routing: Routing) -> None:

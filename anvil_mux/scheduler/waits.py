@@ -213,12 +213,13 @@ def _planned(state: GroupState, found: Plan, decision: Decision, late: float, no
 
 def _blocked(state: GroupState, model: Model, late: float, now: float) -> WaitEstimate:
     """No swap to it could begin now; it is overdue in ``late`` seconds."""
-    wanted = {gpu for slot in model.slots for gpu in slot.holds}
+    here = state.own(model)
+    wanted = {gpu for slot in here for gpu in slot.holds}
     others = [slot for slot in state.slots.values() if slot.state in HOLDING and wanted & slot.holds.keys()]
-    leaving = [slot for slot in model.slots if slot.state in HOLDING]
+    leaving = [slot for slot in here if slot.model == model.name and slot.state in HOLDING]
     moving = [slot for slot in others if slot.state != "ready"]
     drain = _DrainEstimate()
-    lacks = [lack for slot in model.slots if (lack := state.placement.others_before(slot))]
+    lacks = [lack for slot in here if (lack := state.placement.others_before(slot))]
     if lacks and not leaving and len(lacks) == len(model.slots):
         return _waits(model.name, f"{lacks[0]}; it is refused in {span(late)} if that stays so")
     if leaving:

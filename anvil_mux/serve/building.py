@@ -12,7 +12,7 @@ import errno
 import os
 import resource
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -271,7 +271,7 @@ class Parts:
         try:
             with self.watches.busy(each.host for each in added):
                 running = self.adoption.fit(self.adoption.running(added))
-                refused = self._take_effect(config, keys, tls, running)
+                refused = self._take_effect(config, keys, tls, running, (*change.changed, *change.removed))
                 self.adoption.stop_all([(each, TOO_MANY) for each in added if each.name in refused])
                 self.mux.facts.looked_at(refused)
         except MuxError:  # a host was lost meanwhile
@@ -285,7 +285,12 @@ class Parts:
         return change
 
     def _take_effect(
-        self, config: Config, keys: Keyring, tls: ssl.SSLContext | None, running: Running
+        self,
+        config: Config,
+        keys: Keyring,
+        tls: ssl.SSLContext | None,
+        running: Running,
+        leaving: Iterable[str],
     ) -> list[str]:
         """Let those know it first who hear of what follows; requests mean it once its models are there.
 
@@ -293,7 +298,7 @@ class Parts:
         """
         self.metrics.know(config)
         if self.event_log:
-            self.event_log.head(eventlog.header(config, self.clock.wall(0.0)))
+            self.event_log.head(eventlog.header(config, self.clock.wall(0.0)), leaving)
         refused = self.mux.facts.reconfigure(config, running)
         self.config = config
         self.handler.reconfigure(config, keys)

@@ -26,7 +26,7 @@ import math
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import Field, dataclass, field, fields
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple, TextIO
@@ -37,7 +37,8 @@ from anvil_mux.config.config import INHERITED, SERVICE_SETTINGS, SETTINGS, Backe
 from anvil_mux.config.kinds import ENDLESS, SECONDS_OR_NONE, fields_of
 from anvil_mux.config.machines import Gpu, Wake
 from anvil_mux.errors import MuxError
-from anvil_mux.scheduler.events import DEATHS, FOUND, KINDS, Event, parse, to_json
+from anvil_mux.protocol import foreign
+from anvil_mux.scheduler.events import DEATHS, FOUND, KINDS, Cause, Event, parse, to_json
 from anvil_mux.scheduler.slot import LOADING, SOON_SECONDS, STATES, cool_down
 from anvil_mux.state import MOST, once, open_regular
 from anvil_mux.telemetry.accesslog import PATIENCE_SECONDS, write_some
@@ -112,22 +113,25 @@ def _is_its_own(thing: Backend | Gpu, field: Field[Any]) -> bool:
 
 
 def config_of(header: Mapping[str, Any]) -> Config:
-    """The configuration of the program that wrote the header, as far as events depend on it."""
+    """The configuration of the program that wrote the header, as far as events depend on it.
+
+    ValueError or TypeError: the header says no such thing.
+    """
+    backends, gpus = (foreign.of(list[object], header.get(key, [])) for key in ("backends", "gpus"))
+    wakes = foreign.of(dict[str, float], header.get("wakes", {}))
     return Config(
-        backends=tuple([_from_fields(Backend, about) for about in header["backends"]]),
-        gpus=tuple([_from_fields(Gpu, about) for about in header.get("gpus", ())]),
-        wakes={host: Wake(timeout=seconds) for host, seconds in header.get("wakes", {}).items()},
-        **{key: header[key] for key in _OF_CONFIG if key in header},
+        backends=tuple([_from_fields(Backend, _OF_BACKEND, about) for about in backends]),
+        gpus=tuple([_from_fields(Gpu, _OF_GPU, about) for about in gpus]),
+        wakes={host: Wake(timeout=seconds) for host, seconds in wakes.items()},
+        **foreign.some_of(Config, {key: header[key] for key in _OF_CONFIG if key in header}),
     )
 
 
-def _from_fields(kind: Callable[..., Any], about: Mapping[str, Any]) -> Any:
-    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    given = {key: value for key, value in about.items() if key in known}
+def _from_fields(kind: type, among: Container[str], about: object) -> Any:
+    given = {key: value for key, value in foreign.of(dict[str, object], about).items() if key in among}
     given |= {key: math.inf for key in _MAYBE_ENDLESS if given.get(key) == ENDLESS}
-    if kind is Backend:
-        given["inherits"] = inherited(given)
-    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
+    own = {"inherits": inherited(given)} if kind is Backend else {}
+    return kind(**foreign.some_of(kind, given), **own)
 
 
 # The situation
@@ -205,6 +209,10 @@ class Situation:
         states = {name: each.state for name, each in self.backends.items() if each.state != "stopped"}
         return states.keys() <= backends and set(states.values()) <= {"ready", "standby"}
 
+    def holds(self, backend: str) -> bool:
+        """Whether a backend is anything but stopped."""
+        return backend in self.backends and self.backends[backend].state != "stopped"
+
     def backend(self, name: str, model: str) -> BackendRecord:
         try:
             return self.backends[name]
@@ -266,6 +274,7 @@ class Situation:
         if before == "ready":
             self.queue(event.model).unready = event.at
         found = event.cause is not None and event.cause.kind in FOUND
+        backend.model = event.model  # a reload may have given it another
         backend.failed_starts += before == "loading" and event.kind != "cancelling" and not found
         backend.state, backend.since, backend.target = event.kind, event.at, event.target
         backend.limit = event.seconds if event.kind == "draining" else math.inf
@@ -323,10 +332,15 @@ class Situation:
         if state:
             made.at = float(state["at"])
             made.backends = {
-                name: BackendRecord(**_restored(each)) for name, each in state["backends"].items()
+                name: BackendRecord(**foreign.some_of(BackendRecord, _restored(each)))
+                for name, each in state["backends"].items()
             }
-            made.queues = {model: QueueRecord(**_restored(each)) for model, each in state["queues"].items()}
-            made.begun, made.pins = set(state["begun"]), dict(state["pins"])
+            made.queues = {
+                model: QueueRecord(**foreign.some_of(QueueRecord, _restored(each)))
+                for model, each in state["queues"].items()
+            }
+            made.begun = {*foreign.of(list[str], state["begun"])}
+            made.pins = foreign.of(dict[str, bool], state["pins"])
             made.is_paused = bool(state.get("paused"))  # logs of old know of no pause
         return made
 
@@ -376,7 +390,11 @@ class EventLog:
         rotation: Rotation | None = None,
     ) -> None:
         self._descriptor = descriptor
-        self._header = self._next_header = header
+        self._header = header
+        self._next: tuple[Mapping[str, Any], Iterable[str]] = (header, ())
+        """The header of runs after the next reload, and the backends that it ends."""
+        self._leaving: set[str] = set()
+        """The backends that are not as the header describes them, and have not stopped yet."""
         self._rotation = rotation
         self._situation = Situation()
         self._reloaded = math.inf
@@ -396,9 +414,9 @@ class EventLog:
         self._events.append(event)
         self._worker.wake()
 
-    def head(self, header: Mapping[str, Any]) -> None:
-        """Set the header with which runs begin from the next reload on."""
-        self._next_header = {**header, "began": self._header["began"]}
+    def head(self, header: Mapping[str, Any], leaving: Iterable[str] = ()) -> None:
+        """Set the header with which runs begin from the next reload on; ``leaving``: who ends with that."""
+        self._next = {**header, "began": self._header["began"]}, leaving
 
     def close(self) -> None:
         """Writes what is left."""
@@ -421,15 +439,19 @@ class EventLog:
             group.append(event)
             self._situation.read(event)
             if event.kind == "reloaded":
-                self._reloaded, self._header = event.at, self._next_header
-            elif self._is_anew:
+                self._reloaded = event.at
+                self._header, leaving = self._next
+                self._leaving |= {name for name in leaving if self._situation.holds(name)}
+            elif event.kind == "stopped":
+                self._leaving.discard(event.backend)
+            if event.kind != "reloaded" and self._is_anew:
                 break
         return group
 
     @property
     def _is_anew(self) -> bool:
         """Whether, after a reload, all that is not as the new configuration has it has left."""
-        if self._reloaded >= self._situation.at:
+        if self._leaving or self._reloaded >= self._situation.at:
             return False
         return self._situation.is_about({backend["name"] for backend in self._header["backends"]})
 
@@ -616,7 +638,12 @@ def _begun(head: dict[str, Any], where: str) -> LoggedRun:
     if not isinstance(head.get("began"), (int, float)) or not head.get("backends"):
         raise BadLog(f"{where}: the {HEAD} lacks `began` or `backends`")
     try:
-        Situation.parse(run.begins)
+        foreign.of(float, head["began"])
+        config_of(head)
+    except (TypeError, ValueError) as error:
+        raise BadLog(f"{where}: the {HEAD} says no configuration: {error}") from None
+    try:
+        Situation.parse(foreign.of(dict[str, object], run.begins))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise BadLog(f"{where}: the `state` of the {HEAD} is none: {error!r}") from None
     return run
@@ -637,14 +664,32 @@ def _event(entry: dict[str, Any], where: str) -> Event:
     if "seconds" in entry and entry["seconds"] is None:
         entry["seconds"] = math.inf
     try:
-        if "cause" in entry:
-            entry["cause"] = parse(entry["cause"])
-        event = Event(**entry)
-        sound = event.kind in KINDS and isinstance(
-            event.at + event.seconds + event.size + event.bound + event.load, (int, float)
-        )
+        cause = entry.pop("cause", None)
+        event = Event(**_fields(Event, entry), cause=None if cause is None else _cause(cause))
+        if not math.isfinite(event.at):
+            raise ValueError(f"at: this is no moment: {event.at}")
     except (TypeError, ValueError) as error:
         raise BadLog(f"{where}: is no event: {error}") from None
-    if not sound:
+    if event.kind not in KINDS:
         raise BadLog(f"{where}: unknown kind of event {event.kind!r}; known: {', '.join(KINDS)}")
     return event
+
+
+def _cause(written: object) -> Cause:
+    about = foreign.of(dict[str, object], written)
+    residents = foreign.of(list[str], about.pop("residents", []))
+    return parse({**_fields(Cause, about), "residents": residents})
+
+
+_SCALARS: Mapping[Any, tuple[type, ...]] = {float: (float, int), int: (int,), str: (str,)}
+
+
+def _fields(kind: type, values: dict[str, Any]) -> dict[str, Any]:
+    """The values, if they are those of fields that hold text or a number; else as ``some_of``, but faster."""
+    types_of = foreign.fields_of(kind)
+    for name, value in values.items():
+        if type(value) not in _SCALARS.get(types_of.get(name), ()) or (
+            type(value) is int and abs(value) > foreign.GREATEST
+        ):
+            return foreign.some_of(kind, values)
+    return values

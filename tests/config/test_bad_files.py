@@ -102,6 +102,9 @@ FILES = """
     a: ["x\\ud800"] -> compose.yaml:1: a.0: holds half a surrogate pair
     a: {"x\\udc00": 1} -> holds half a surrogate pair
     a: !!python/object:os.system {} -> compose.yaml:1: is not YAML
+    a: !!bool maybe -> compose.yaml: is not YAML: a value is not what its tag (!!) says it is ('maybe')
+    a: !!timestamp now -> compose.yaml: is not YAML: a value is not what its tag (!!) says it is
+    a: !!int '' -> compose.yaml: is not YAML: a value is not what its tag (!!) says it is
     services: {a: {x-anvil: {}}, a: {}} -> compose.yaml:1: services.a: stands here twice (first
 """
 SERVICES = """
@@ -164,6 +167,10 @@ BAD = [
         for said, says in table(PROCESSES)
     ],
     *[(TWO % tuple(said.split("|")), says) for said, says in table(PAIRS)],
+    (
+        f"services: {{a: {{x-anvil: {{priority: 0x{'f' * 4000}}}}}}}",
+        "a.x-anvil.priority: is too great a number",
+    ),
     ("x-anvil: 3\nservices: {a: {x-anvil: {}}}", "x-anvil: must hold settings such as listen, not 3"),
     ("services: {a: {image: [x], x-anvil: {}}}", "services.a: image must be text"),
     (PROCESSES_AT_5 % (("",) * 2), CLASH),

@@ -83,6 +83,15 @@ def test_every_bad_line_is_told_and_no_key_is(tmp_path: Path) -> None:
     assert "enough" not in caught.value.message
 
 
+def test_two_lines_that_say_different_things_of_one_key_are_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"{ALICE} models=a\n{ROOT} admin\n{ALICE} models=*\n")
+    said = rf"keys:3: this key has another name, or other rights, in {tmp_path}/keys:1: keep one line"
+    with pytest.raises(ConfigError, match=said):
+        keys.load(tmp_path / "keys", {})
+    (tmp_path / "keys").write_text(f"{ALICE} models=a\n")
+    assert keys.load(tmp_path / "keys", {API_KEYS: f"{ALICE} models=a"}).of({b"x-api-key": ALICE.encode()})
+
+
 @pytest.mark.parametrize("models", ["a,", ",a", "a,,b", ","])
 def test_an_empty_name_among_models_is_a_mistake(models: str) -> None:
     with pytest.raises(ConfigError, match="models= has an empty name"):

@@ -117,6 +117,12 @@ def test_a_dollar_of_a_script_stays_one(tmp_path):
         ("models: {m: {cmd: s, env: A=1}}", "models.m.env: must be a list of texts, not 'A=1'"),
         ("models: {m: {cmd: s, filters: [a]}}", "models.m.filters: must hold stripParams"),
         ("models: {m: {cmd: 's \"'}}", "models.m.cmd: No closing quotation"),
+        ("models: {m: {cmd: [s, t]}}", "models.m.cmd: must be text, not ['s', 't']"),
+        ("models: {m: {cmd: s, filters: {setParamsByID: [a]}}}", "models.m.filters: setParamsByID must hold"),
+        (
+            "models: {m: {cmd: s}, n: {cmd: s}}\ngroups: {g: {members: 5}}",
+            "config.yaml:2: groups.g.members: must be a list of texts, not 5",
+        ),
         ("models: {m: {cmd: s}}\nselectors: {x: y}", "config.yaml:2: selectors: must hold a name and keys"),
     ],
 )
@@ -185,6 +191,22 @@ def test_parameters_of_a_name_become_a_preset(tmp_path):
     assert [preset.name for preset in backend.presets] == ["m:high"]
 
 
+def test_an_alias_that_has_parameters_is_a_preset_and_no_alias(tmp_path: Path) -> None:
+    keys = "aliases: [a, high, low], filters: {setParamsByID: {high: {c: 3}, low: {}, more: }}"
+    [backend] = checked(tmp_path, f"models: {{m: {{cmd: 's ${{PORT}}', {keys}}}}}").backends
+    assert (backend.aliases, [preset.name for preset in backend.presets]) == (("a", "low", "more"), ["high"])
+
+
+def test_a_parameter_that_a_client_may_give_is_a_default(tmp_path: Path) -> None:
+    keys = "filters: {setParams: {a: 1, 'b?': 2, 'model?': x}, setParamsByID: {m: {'c?': 3}, n: {'d?': 4}}}"
+    found = settings(tmp_path, keys)
+    assert (found["set"], found["default"], found["presets"]) == (
+        {"a": 1},
+        {"b": 2, "c": 3},
+        {"n": {"default": {"d": 4}}},
+    )
+
+
 NO_COUNTERPART = [
     *("name: N", "description: D", "metadata: {a: 1}", "unlisted: true"),
     *("sendLoadingState: true", "timeouts: {connect: 1}", "compat: {ignoreWebsockets: true}", "typo: 1"),
@@ -194,7 +216,7 @@ NO_COUNTERPART = [
         "proxy: 'http://10.0.0.1:80'",
         "healthCheckTimeout: 9",
     ),
-    *("proxy: 'http://localhost:1/v1'", "filters: {stripParams: stream}", "filters: {setParams: {'a?': 1}}"),
+    *("proxy: 'http://localhost:1/v1'", "filters: {stripParams: stream}"),
     *("filters: {other: 1}", "concurrencyLimit: 4"),
 ]
 
@@ -226,6 +248,12 @@ def test_models_that_are_loaded_at_the_start_are_preloaded(tmp_path):
 models: {m: {cmd: 's ${PORT}', aliases: [a]}, n: {cmd: 's ${PORT}'}}"""
     made = translated(tmp_path, text)
     assert [bool(each["x-anvil"].get("preload")) for each in made.services.values()] == [True, False]
+    [backend] = checked(
+        tmp_path,
+        """hooks: {on_startup: {preload: ["high "]}}
+models: {m: {cmd: 's ${PORT}', filters: {setParamsByID: {high: {a: 1}}}}}""",
+    ).backends
+    assert backend.preload
     assert notes(made) == ["hooks.on_startup.preload: gone is no model of the file."]
 
 
@@ -259,12 +287,35 @@ def test_a_selector_becomes_a_name(tmp_path):
     assert checked(tmp_path, SELECTORS).backends
 
 
+def test_a_selector_may_name_an_alias_parameters_or_a_model_of_a_peer(tmp_path: Path) -> None:
+    text = """selectors:
+  one: {strategy: pin, targets: [a]}
+  high: {strategy: pin, targets: [m:high]}
+  far: {strategy: pin, targets: [p/x]}
+  away: {strategy: pin, targets: [x]}
+  warm: {strategy: warm, targets: [a, n]}
+peers: {p: {proxy: 'http://10.0.0.2:1', models: [x, a]}}
+models:
+  m: {cmd: 's ${PORT}', aliases: [a], filters: {setParamsByID: {'m:high': {b: 1}}}}
+  n: {cmd: 's ${PORT}'}"""
+    made = translated(tmp_path, text)
+    assert not made.notes
+    assert made.services["m"]["x-anvil"]["aliases"] == ["a", "one"]
+    assert {name: each.models for name, each in checked(tmp_path, text).any_of.items()} == {
+        "high": ("m:high",),
+        "far": ("p/x",),
+        "away": ("p/x",),
+        "warm": ("m", "n"),
+    }
+    assert "aliases" not in made.services["p-a"]["x-anvil"]  # the model of the file has that name
+
+
 PEERS = """peers:
   cloud:
     proxy: https://cloud.example/api/
     apiKey: ${env.CLOUD_KEY}
     models: [org/big, m]
-    filters: {stripParams: top_p, setParams: {zdr: true}}
+    filters: {stripParams: top_p, setParams: {zdr: true, 'seed?': 1}}
   other: {proxy: 'http://10.0.0.2:1', apiKey: secret, models: [x]}
   cat: {proxy: 'tailcat://abc', models: [y]}
 models: {m: {cmd: 's ${PORT}'}}"""
@@ -280,6 +331,7 @@ def test_a_peers_models_become_services_elsewhere(tmp_path):
         "api_key_env": "CLOUD_KEY",
         "strip": ["top_p"],
         "set": {"zdr": True},
+        "default": {"seed": 1},
     }
     assert "aliases" not in made.services["cloud-m"]["x-anvil"]
     assert [note.about for note in made.notes] == ["peers.other.apiKey", "peers.cat"]

@@ -22,9 +22,12 @@ n-gpu-layers = 99
 [ggml-org/MY-MODEL-GGUF:Q8_0]
 chat-template = chatml
 n-gpu-layers = 123
-jinja = true
+jinja = true ; for tools
 c = 4096
 LLAMA_ARG_CACHE_RAM = 0
+; file paths are relative to server's CWD
+model-draft = ./models/draft.gguf
+; but it's RECOMMENDED to use absolute path
 model-draft = /models/draft.gguf
 
 [custom_model]
@@ -93,6 +96,12 @@ def test_the_example_of_the_documentation(tmp_path):
         ("np = 1", ["-np", "1"]),
         ('chat-template-kwargs = {"a": "b = c"}', ["--chat-template-kwargs", '{"a": "b = c"}']),
         ("temp = 0.7 ", ["--temp", "0.7"]),
+        ("c = 4096 # tokens", ["-c", "4096"]),
+        ("  c = 4096", ["-c", "4096"]),
+        ("chat-template =", ["--chat-template", ""]),
+        ("jinja = yes", ["--jinja"]),
+        ("no-mmap = no", ["--mmap"]),
+        ("c = 1\nc = 2", ["-c", "2"]),
     ],
 )
 def test_a_key_becomes_an_argument(tmp_path, line, expected):
@@ -103,6 +112,18 @@ def test_what_only_presets_have_becomes_our_settings(tmp_path):
     backend = only(tmp_path, "load-on-startup = true", "alias = small, m", "sleep-idle-seconds = 90")
     assert (backend.preload, backend.aliases, backend.ttl) == (True, ("small",), 90.0)
     assert words(backend) == ["--model", "/m.gguf"]
+    assert only(tmp_path, "sleep-idle-seconds = -1").ttl is None  # the default of llama.cpp: it never sleeps
+
+
+@pytest.mark.parametrize("key", ["m", "hf-repo", "LLAMA_ARG_MODEL", "LLAMA_ARG_HF_REPO"])
+def test_a_model_may_be_named_by_its_argument_or_by_its_variable(tmp_path: Path, key: str) -> None:
+    [backend] = checked(tmp_path, f"[m]\n{key} = /m\nLLAMA_ARG_ALIAS = n\n").backends
+    assert (backend.model, backend.aliases) == ("m", ("n",))
+
+
+def test_a_section_that_begins_again_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    [backend] = checked(tmp_path, "[m]\nmodel = /m.gguf\nc = 1\n[ m ] ; again\nmodel = /n.gguf\n").backends
+    assert words(backend) == ["--model", "/n.gguf"]
 
 
 def test_each_key_that_is_left_out_or_means_something_else_is_noted(tmp_path):
@@ -132,8 +153,9 @@ def test_a_preset_without_a_model_is_left_out(tmp_path):
         ("[m]\nc = 1", "m is left out: it says neither model nor hf-repo."),
         ("", "has no presets"),
         ("[m\nc = 1", "is no file of presets: "),
-        ("[m]\nc = 1\nc = 2\n", "option 'c' in section 'm' already exists"),
+        ("[m]\n--c = 1\n", "models.ini:2: is no file of presets: '--c = 1' is no `key = value`"),
         ("[m]\nwhat", "is no file of presets: "),
+        ("[ ]\nc = 1", "is no file of presets: "),
     ],
 )
 def test_a_file_without_presets_says_so(tmp_path, text, problem):

@@ -43,6 +43,8 @@ def test_a_sound_log_has_no_fault():
         ([(0.0, "queued", "a", 1), (0.0, "ready", "a", 0), (0.0, "released", "a", 1)], "still waits"),
         ([*DRAINING, (5.0, "leased", "a", 3)], "not ready"),
         ([*UP, (4.0, "failed", "a", 1)], "ends twice"),
+        ([*UP, (4.0, "ready", "other", 0)], "no such backend or model"),
+        ([*UP, (4.0, "queued", "other", 2)], "no such backend or model"),
         ([*UP, (4.0, "queued", "a", 1)], "has ended"),
         ([(0.0, "queued", "a", 1), (51.0, "failed", "a", 1)], "queue_timeout"),
         ([*UP, (4.0, "queued", "b", 2), (4.0, "loading", "b", 0)], "overfull"),

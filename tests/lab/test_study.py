@@ -430,6 +430,23 @@ def test_a_log_is_checked_against_the_compose_file_and_threads_may_be_a_little_l
     assert len(recording.run(checked=True).wrong) == broken
 
 
+def test_a_log_is_checked_against_a_compose_file_that_lacks_its_backends_and_that_is_told():
+    other = replace(WORLD, backends=tuple([replace(each, name=f"{each.name}-2") for each in WORLD.backends]))
+    wrong = replace(recorded(LOG, config=WORLD), config=other).run(checked=True).wrong
+    assert any(line.endswith("the configuration has no such backend or model") for line in wrong)
+
+
+def test_an_eviction_that_is_not_here_is_told_and_another_can_be_named():
+    config = replace(WORLD, eviction="nobody_has_it:Rule")
+    case = recorded(LOG, config=config).case()
+    with pytest.raises(
+        ConfigError, match=r"eviction nobody_has_it:Rule: cannot be imported: .*; --eviction or"
+    ):
+        study.run(case, "eager")
+    [other] = study.under_evictions(case, ["lru"])
+    assert study.run(other, "eager").figures.requests == 2
+
+
 def test_an_empty_log_is_told(tmp_path):
     (tmp_path / "events").touch()
     with pytest.raises(eventlog.BadLog, match="events: is empty"):

@@ -424,3 +424,20 @@ def test_a_deadlock_is_reported_with_who_waits_where():
 
     with pytest.raises(Deadlock, match=r"(?s)left.*right"):
         clock.run(main)
+
+
+def test_a_load_of_the_model_that_a_backend_was_of_is_none_of_the_one_that_it_goes_to():
+    old = one("b", "1")
+    backends = (one("a", "0"), replace(old, model="a"))
+
+    def main(stage):
+        stage.request(0.0, "b")
+        stage.clock.sleep(2.0)
+        stage.mux.facts.reconfigure(Config(policy="eager", backends=backends), {})
+        model = stage.mux.overview.model("a")
+        assert [(each.backend, each.state) for each in model.backends] == [("a", "stopped"), ("b", "loading")]
+        assert (model.progress, stage.mux.overview.eta("a")) == (None, None)
+        assert stage.mux.overview.wait_estimate("a").because.startswith("there is room")
+        stage.clock.sleep(100.0)
+
+    Stage(Config(policy="eager", backends=(old,))).play(main)

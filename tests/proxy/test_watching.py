@@ -5,6 +5,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -275,6 +276,18 @@ def test_why_says_what_a_request_would_wait_for(rig):
     assert rig.get(b"/why?model=x").status == 404
     for query in (b"", *(b"?model=a&tokens=" + tokens for tokens in (b"%C2%B2", b"1" * 5000, b"%D9%A3"))):
         assert rig.get(b"/why" + query).status == 400
+
+
+def test_why_and_logs_answer_while_a_reload_takes_effect(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The multiplexer has the new configuration by then, and the requests that came before the old one."""
+    first, *others = rig.config.backends
+    backends = (replace(first, aliases=("newer",)), *others)
+    rig.mux.facts.reconfigure(replace(rig.config, backends=backends), {})
+    for name in (b"alias", b"newer"):
+        assert rig.json(b"/why?model=" + name)["model"] == "a"
+    status = rig.mux.overview.status()
+    monkeypatch.setattr(rig.mux.overview, "status", lambda: replace(status, models=()))
+    assert rig.get(b"/logs?model=a").status == 404
 
 
 def running(rig: Rig) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from anvil_mux.config.config import Config
 from anvil_mux.config.machines import Gpu, Wake
 from anvil_mux.errors import LoadError
 from anvil_mux.scheduler.policies import Snapshot, Stay, build_policy
@@ -263,3 +264,33 @@ def test_of_a_first_load_only_the_log_is_known():
 def test_a_load_that_takes_longer_than_ever_is_nearly_done_for_all_anybody_knows():
     assert progress(30.0, 20.0, Progress("warming up")).words == "99%, warming up"
     assert progress(1e9, 20.0, Progress("warming up", None, 1.0)).fraction == 0.99
+
+
+def test_a_backend_that_is_another_models_yet_is_no_wait_of_the_one_that_it_goes_to() -> None:
+    fleet = Fleet(on("", "a", "0"), on("", "c", "1", model="old"))
+    fleet.with_resident("a", 0.0, 1.0)
+    fleet.with_resident("c", 0.0, 1.0)
+    backends = (on("", "a", "0", engine="vllm"), on("", "b", "0"), on("", "c", "1", model="b"))
+    fleet.take(fleet.core.reconfigured(Config(backends, policy="eager", drain_timeout=5.0), 2.0))
+    group, model = fleet.core.layout.find("b")
+    assert (group.name, fleet.state("a"), fleet.state("c")) == ("0", "draining", "draining")
+    assert wait_estimate(group, model, 3.0).because == (
+        "its GPUs are not free: a is draining; 1 request still runs there, for at most 4.0 s (request #1 of "
+        "a has run for 2.0 s); its turn comes in 60 s at the latest."
+    )
+
+
+def test_a_model_on_gpus_of_two_groups_waits_for_what_is_on_those_of_the_nearest() -> None:
+    names = ("a0", "0"), ("a1", "1"), ("b0", "0"), ("b1", "1")
+    others = [on("", name, gpu, vram=8 << 30) for name, gpu in names]
+    replicas = [on("", f"m{gpu}", gpu, model="m", vram=8 << 30) for gpu in "01"]
+    fleet = Fleet(*others, *replicas, gpus=tuple([Gpu(gpu, vram=10 << 30) for gpu in "01"]))
+    for gpu in "01":
+        fleet.with_resident(f"a{gpu}", 0.0, 1.0)
+        fleet.request(f"b{gpu}", 2.0)
+    group, model = fleet.core.layout.find("m")
+    assert (fleet.state("a0"), fleet.state("a1")) == ("draining", "draining")
+    assert wait_estimate(group, model, 3.0).because == (
+        "its GPUs are not free: a0 is draining; 1 request still runs there, for at most 4.0 s (request #1 of "
+        "a0 has run for 2.0 s); its turn comes in 60 s at the latest."
+    )

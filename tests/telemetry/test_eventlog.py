@@ -235,7 +235,37 @@ FINE = '{"at":1,"kind":"queued","model":"a"}'
         ([HEAD, FINE, '{"at":1,"kind":"queued"}'], 3, "model"),
         ([HEAD, '{"at":"1","kind":"queued","model":"a"}'], 2, "no event"),
         ([HEAD, '{"at":1,"kind":"queued","model":"a","colour":1}'], 2, "colour"),
+        ([HEAD, '{"at":1,"kind":"queued","model":["a"]}'], 2, "model: this is no str: ['a']"),
+        ([HEAD, '{"at":1,"kind":"queued","model":"a","ticket":{}}'], 2, "ticket: this is no int"),
+        ([HEAD, '{"at":1,"kind":"queued","model":"a","size":true}'], 2, "size: this is no int: True"),
+        ([HEAD, '{"at":NaN,"kind":"queued","model":"a"}'], 2, "at: this is no moment: nan"),
+        ([HEAD, f'{{"at":1,"kind":"queued","model":"a","size":1{"0" * 400}}}'], 2, "too great a number"),
+        ([HEAD, '{"at":1,"kind":"stopped","model":"a","cause":"died"}'], 2, "no event"),
+        (
+            [HEAD, '{"at":1,"kind":"stopped","model":"a","cause":{"kind":["died"]}}'],
+            2,
+            "kind: this is no str",
+        ),
+        (
+            [HEAD, '{"at":1,"kind":"stopped","model":"a","cause":{"kind":"slice","residents":1}}'],
+            2,
+            "no event",
+        ),
         (['{"kind":"snapshot"}'], 1, "began"),
+        (['{"kind":"snapshot","began":1,"backends":["a"]}'], 1, "says no configuration: "),
+        (['{"kind":"snapshot","began":1,"backends":[{"name":"a"}]}'], 1, "says no configuration: "),
+        (
+            ['{"kind":"snapshot","began":1,"backends":[{"name":"a","model":1}]}'],
+            1,
+            "model: this is no str: 1",
+        ),
+        ([HEAD[:-1] + ',"queue_timeout":"long"}'], 1, "queue_timeout: this is no float: 'long'"),
+        ([HEAD[:-1] + ',"wakes":["h"]}'], 1, "says no configuration: "),
+        (
+            [HEAD[:-1] + ',"state":{"at":1,"backends":{"a":{"model":"a","leases":[1]}},"queues":{}}}'],
+            1,
+            "leases: ",
+        ),
         ([HEAD[:-1] + ',"state":{"at":1}}'], 1, "backends"),
         ([HEAD[:-1] + ',"state":[1]}'], 1, "state"),
         ([HEAD[:-1] + ',"state":{"at":1,"backends":{"a":{"colour":1}},"queues":{}}}'], 1, "colour"),
@@ -467,6 +497,33 @@ def test_a_run_begins_after_a_reload_as_soon_as_those_that_leave_have_left(file,
     assert (second.header["began"], second.begins["at"]) == (1000.0, 3.0)
     assert second.begins["backends"].keys() == {"b"}
     assert second.events == steps[-1:]
+
+
+def test_a_run_begins_once_what_a_reload_has_changed_has_stopped_and_not_between_its_load_and_its_drain(
+    file, monkeypatch
+):
+    monkeypatch.setattr(eventlog, "GATHER_SECONDS", 0.0)
+    renamed = replace(AB, backends=(replace(AB.backends[0], model="c"), *AB.backends[1:]))
+    with appending(file) as log:
+        log.append(Event(1.0, "loading", "a", "a"))
+        log.head(header(renamed, 77.0), ["a", "b"])
+        steps = [
+            Event(2.0, "reloaded", ""),
+            Event(3.0, "ready", "a", "a", seconds=2.0),
+            Event(3.0, "draining", "a", "a", cause=Cause("changed")),
+            Event(3.0, "evicting", "a", "a"),
+            Event(4.0, "stopped", "a", "a"),
+            Event(5.0, "loading", "c", "a"),
+            Event(6.0, "ready", "c", "a", seconds=1.0),
+        ]
+        for event in steps:
+            log.append(event)
+            while f'"at":{event.at},"kind":"{event.kind}"' not in file.read_text():
+                os.sched_yield()
+    first, second = read(file)
+    assert first.events[1:] == steps[:5]
+    assert second.begins["at"] == 4.0
+    assert led_to([*first.events, *second.events])["backends"]["a"]["model"] == "c"
 
 
 def test_a_file_that_is_large_enough_is_set_aside(file):
