@@ -374,9 +374,12 @@ class RemoteHost:
         limit = POLL_SECONDS + LIMIT_SECONDS
         ask = partial(self._ask, StepState, "result", step, POLL_SECONDS, timeout=limit)
         pause = partial(self._unless_lost, losses, lambda: self._clock.latch().wait(AGAIN_SECONDS))
+        # What the host cannot take keeps nothing that runs there from being adopted, evicted or stopped.
+        ignored = () if method == "load" else (ConfigError,)
         while True:
             try:
-                self._configure()
+                with suppress(*ignored):
+                    self._configure()
                 self._ask(NoneType, "begin", step, method, args)
                 while not (state := self._unless_lost(losses, ask)).done:
                     heard = self._clock.now()

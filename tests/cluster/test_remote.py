@@ -260,6 +260,11 @@ def test_a_configuration_that_the_host_refuses_names_it_and_fails_loads_only(age
     assert not agent.host.contact()
     with pytest.raises(LoadError, match="image x is not present"):
         agent.host.load(A, "stop", 1)
+    agent.answers["result"] = results(Awake("http://10.0.0.2:1"), Evicted("sleep"), Evicted("stop"), None)
+    assert agent.host.adopt(A) == Awake("http://10.0.0.2:1")
+    assert agent.host.evict(A, "sleep") == Evicted("sleep")
+    assert agent.host.demote(A, "sleep", "stop") == Evicted("stop")
+    agent.host.stop(A)
 
 
 def test_a_silent_agent_knows_nothing_of_ends_and_logs(agent):
