@@ -203,7 +203,7 @@ class HostWatches:
     def busy(self, hosts: Iterable[str]) -> ExitStack:
         """A context in which it is not just being found out what runs on these hosts."""
         stack = ExitStack()
-        for host in hosts:
+        for host in dict.fromkeys(hosts):
             if watch := self.by_host.get(host):
                 stack.enter_context(watch.busy)
         return stack

@@ -42,6 +42,9 @@ def test_hosts_may_come_while_they_are_gone_through():
         list(each)
     assert set(hosts.by_name) == {"", "a", "b", "c"}
     assert set(watches.by_host) == {"a", "b"}
+    with watches.busy(["a", "a", "c", "b"]):  # a host for each of its backends
+        assert all(watch.busy.locked() for watch in watches.by_host.values())
+    assert not any(watch.busy.locked() for watch in watches.by_host.values())
     for watch in watches.by_host.values():
         watch.worker.close()
 
