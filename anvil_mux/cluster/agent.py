@@ -68,6 +68,9 @@ MOST_WAITING = 32
 """How many calls may wait for the end of a step: half of those that are carried out at once."""
 MOST_KEPT = 1000
 """How many steps that are over are kept."""
+MOST_NEWS = 5
+"""How many news one answer has: with each may come the last lines of an engine (processes.TAIL_BYTES), of
+which a byte may take six characters, and all of them fit into frames.LONGEST_ANSWER."""
 MOST_REMEMBERED = 4 << 20
 
 RAYS = {
@@ -272,7 +275,7 @@ class Agent:
         with self._changed:
             base = self._news_base
         news = host.news(max(after - base, 0), min(timeout, LONGEST_WAIT))
-        found = [HostNews(each.number + base, each.what) for each in news]
+        found = [HostNews(each.number + base, each.what) for each in news[:MOST_NEWS]]
         with self._changed:
             self._news_last = max(self._news_last, *(each.number for each in found), 0)
         return found

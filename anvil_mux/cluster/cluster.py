@@ -99,6 +99,8 @@ class Cluster:
         """The hosts that are ``here``, as the cluster knows them."""
         self.problems: Mapping[str, str] = {}
         """Host -> why it cannot be used."""
+        self._last_machines: Mapping[str, Machine] = {}
+        """The machines as of the last refresh; a host's own thread may learn of others in between."""
 
     def host(self, name: str) -> RemoteHost:
         """Return a host, also of a name that nobody has yet."""
@@ -114,7 +116,9 @@ class Cluster:
         return [self.hosts[name] for name in self.nodes]
 
     def refresh(self, limit: float = LIMIT_SECONDS) -> bool:
-        """Look which hosts there are, and what new ones have; whether that has changed. AgentSilent.
+        """Look which hosts there are, and what new ones have; whether that has changed since the last look.
+
+        AgentSilent if that cannot be told.
 
         ``limit``: how long the agents of new ones may take to start.
         """
@@ -124,7 +128,6 @@ class Cluster:
             host.fetch_inventory()
             return ""
 
-        before = self.machines()
         nodes = {node.name: node for node in sorted(self.control.nodes())}
         problems = {name: node.problem for name, node in nodes.items() if node.problem}
         usable = {name: node for name, node in nodes.items() if name not in problems}
@@ -135,7 +138,8 @@ class Cluster:
         problems |= {name: why for name, why in learned.items() if why}
         self.nodes = {name: node for name, node in usable.items() if name not in problems}
         self.problems = problems
-        return self.machines() != before
+        before, self._last_machines = self._last_machines, self.machines()
+        return self._last_machines != before
 
     def machines(self) -> dict[str, Machine]:
         """Return what the configuration needs to know of all hosts that were ever seen."""

@@ -105,6 +105,7 @@ class RemoteHost:
         self._losses = 0
         """How often the host was given up: steps begun before end."""
         self._urls: dict[str, str] = {}
+        self._cancelled: dict[str, int] = {}  # backend -> the last of its loads that was cancelled
         self._problem = ""
         self._is_watched = False
         self.versions: dict[str, str] = {}
@@ -239,8 +240,12 @@ class RemoteHost:
         return found
 
     def load(self, backend: Backend, level: str, number: int) -> Loaded:
+        def cancel_if_told() -> None:  # an agent that was away then, or was started anew, has not heard of it
+            if self._cancelled.get(backend.name) == number:
+                self._ask(NoneType, "cancel", backend, number)
+
         try:
-            loaded = self._step(Loaded, "load", backend, level, number)
+            loaded = self._step(Loaded, "load", backend, level, number, before=cancel_if_told)
         except ConfigError as error:
             raise LoadError(error.message) from None
         self._refuse_unknown(loaded.level)
@@ -248,8 +253,10 @@ class RemoteHost:
         return loaded
 
     def cancel(self, backend: Backend, number: int) -> None:
+        self._cancelled[backend.name] = number
+
         def cancel() -> None:
-            with suppress(MuxError):  # whoever gives the host up ends its loads
+            with suppress(MuxError):  # the load tells it again
                 self._ask(NoneType, "cancel", backend, number)
 
         self._clock.spawn(cancel, f"cancel-{backend.name}")
@@ -363,20 +370,34 @@ class RemoteHost:
         with self._lock:
             self._in_effect = wanted
 
-    def _step(self, kind: type[T], method: str, *args: object, patience: float | None = None) -> T:
+    def _step(
+        self,
+        kind: type[T],
+        method: str,
+        *args: object,
+        patience: float | None = None,
+        before: Callable[[], object] = lambda: None,
+    ) -> T:
         """Have a step performed, and return how it ended; BackendError once the host is given up.
 
         ``kind``: the type of what it returns. AgentSilent if the agent is silent for longer than ``patience``
-        seconds.
+        seconds. ``before`` is called before each question for its end.
         """
         step, losses = next(self._numbers), self._losses
         heard = self._clock.now()
         limit = POLL_SECONDS + LIMIT_SECONDS
-        ask = partial(self._ask, StepState, "result", step, POLL_SECONDS, timeout=limit)
+
+        def ask() -> StepState:
+            before()
+            return self._ask(StepState, "result", step, POLL_SECONDS, timeout=limit)
+
         pause = partial(self._unless_lost, losses, lambda: self._clock.latch().wait(AGAIN_SECONDS))
+        # What the host cannot take keeps nothing that runs there from being adopted, evicted or stopped.
+        ignored = () if method == "load" else (ConfigError,)
         while True:
             try:
-                self._configure()
+                with suppress(*ignored):
+                    self._configure()
                 self._ask(NoneType, "begin", step, method, args)
                 while not (state := self._unless_lost(losses, ask)).done:
                     heard = self._clock.now()

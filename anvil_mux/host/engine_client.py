@@ -33,7 +33,8 @@ LONGEST_PAUSE = 0.05
 POLL_TIMEOUT = 5.0
 LEAST_TIMEOUT = 0.2
 """Seconds that an answer may take even just before the deadline."""
-MOST_BYTES = 64 << 10
+MOST_BYTES = 4 << 20
+"""The most that is read of an answer: a list of thousands of models, a card with its template and licence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +192,9 @@ class EngineClient:
             return self.probe() if self.engine.loads_at_first_request else None
         if self.engine.names_file and not configured_names(self.backend.service):
             return self.probe()
-        reported = ", ".join(ids[:5])
-        hint = (
-            "" if self.engine.names_file else f" (if that is the engine you mean, set served_model: {ids[0]})"
-        )
+        reported = ", ".join([each[:200] for each in ids[:5]])
+        hint = f" (if that is the engine you mean, set served_model: {ids[0][:200]})"
+        hint = "" if self.engine.names_file else hint
         return NotReady(
             f"{self.place} answers for model {reported}, not {self.model}{hint}", other_process=True
         )
@@ -234,36 +234,34 @@ class EngineClient:
         path: str,
         body: dict[str, Any] | None = None,
         timeout: float = POLL_TIMEOUT,
-        most: int = MOST_BYTES,
     ) -> tuple[int, bytes]:
         """Return status and first bytes of the answer; the time-out also ends one that drips out."""
         timeout = max(min(timeout, self.deadline - self.now()), LEAST_TIMEOUT)
-        if self.check_cancelled is None or timeout <= POLL_TIMEOUT:
-            return self._ask(method, path, body, timeout, most)
-        # A load may take as long as its answer: the thread is left behind when nobody wants it any more.
+        give_up = time.monotonic() + timeout
         asked = Future[tuple[int, bytes]]()
         run = partial(_answer, asked, partial(self._ask, method, path, body, timeout))
-        threading.Thread(target=run, name=f"ask-{self.backend.name}", daemon=True).start()
-        while wait([asked], LONGEST_PAUSE).not_done:
-            self.check_cancelled()
+        # The time-out of a socket begins anew with each byte, and a load may take as long as its answer: the
+        # thread is left behind when its time has passed, or nobody wants the answer any more.
+        try:
+            threading.Thread(target=run, name=f"ask-{self.backend.name}", daemon=True).start()
+        except RuntimeError:  # none can be started
+            run()
+        while wait([asked], LONGEST_PAUSE if self.check_cancelled else timeout).not_done:
+            if time.monotonic() >= give_up:
+                raise requests.Timeout(path)
+            if self.check_cancelled:
+                self.check_cancelled()
         return asked.result()
 
-    def _ask(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None,
-        timeout: float,
-        most: int = MOST_BYTES,
-    ) -> tuple[int, bytes]:
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> tuple[int, bytes]:
         give_up = time.monotonic() + timeout
         answer = bytearray()
         with self.session.request(
             method, self.url + path, json=body, timeout=timeout, allow_redirects=False, stream=True
         ) as response:
-            for chunk in response.iter_content(256):
+            for chunk in response.iter_content(1 << 16):
                 answer += chunk
-                if len(answer) > most:
+                if len(answer) > MOST_BYTES:
                     break
                 if time.monotonic() > give_up:
                     raise requests.Timeout(path)

@@ -77,8 +77,6 @@ a second, so the last pause is longer than that: each look is an answer, too.
 UNKNOWN = 2
 """The level to wake from where it is not known: weights read anew are right in any case."""
 ADAPTER_ROUTE = "/v1/load_lora_adapter"
-CARD_BYTES = 1 << 20
-"""The most that is read of what an engine says of its model: with its template, licence and tensors."""
 
 
 # How engines sleep
@@ -459,7 +457,7 @@ def model_card(backend: Backend, url: str) -> ModelCard:
             method, path = question.replace("%s", quote(client.model, safe="")).split(" ")
             asked = {"model": client.model} if method == "POST" else None
             with suppress(requests.RequestException):
-                status, answer = client.ask(method, path, asked, most=CARD_BYTES)
+                status, answer = client.ask(method, path, asked)
                 if status < 300:
                     card = card.over(cards.read(foreign.read_or_none(answer), client.model))
     return card

@@ -41,7 +41,7 @@ from anvil_mux.config.change import replaced
 from anvil_mux.config.config import SERVICE_NAME, Backend
 from anvil_mux.config.kinds import gib
 from anvil_mux.config.service import Mounts, Service
-from anvil_mux.errors import ConfigError, MuxError
+from anvil_mux.errors import ConfigError, LoadError, MuxError
 from anvil_mux.host import cuda_checkpoint, engines, gpus
 from anvil_mux.host.containers import ContainerRuntime, DockerByHand
 from anvil_mux.host.engines import LoadLogs
@@ -158,6 +158,9 @@ class LocalHost:
         """Each backend as it was last started, also those that went."""
         self._urls: dict[str, str] = {}
         """The addresses of the services that ran when that was asked last."""
+        self._unseen: str | None = ""
+        """Why it could never be seen what runs, "" if that was not asked: nothing is started before; None: it
+        was seen."""
         self._loads: dict[str, int] = {}
         """Backend -> the number of the load that brought it up; without those that were adopted."""
 
@@ -191,6 +194,11 @@ class LocalHost:
     def running(self) -> list[str]:
         try:
             self._urls = self.runtime.running()
+            self._unseen = None
+        except MuxError as error:
+            if self._unseen is not None:
+                self._unseen = error.message
+            raise
         finally:
             if self._is_to_monitor:  # whose processes are whose is known now
                 self._is_to_monitor = False
@@ -242,6 +250,8 @@ class LocalHost:
     # Steps
 
     def load(self, backend: Backend, level: str, number: int = 0) -> Loaded:
+        if self._unseen:
+            raise LoadError(f"it could not be seen yet what runs here already: {self._unseen}")
         self._backends[backend.name] = backend
         self._notes.add([backend])  # which may have failed at the start
         reading = self._load_logs.reading(backend) if level == "stop" else nullcontext()

@@ -161,17 +161,42 @@ class Adoption:
         self._mux = mux
         self._say = say
         self.is_over = threading.Event()
-        """Set once it is known what ran on our own host before we did."""
+        """Set once it is known what ran on our own host before we did, or why that cannot be seen now."""
+        self.is_blind = False
+        """Whether it could not be seen what runs on our own host: it is to be begun again."""
 
     def begin(self, host: str, backends: Iterable[Backend]) -> None:
-        """Take over what answers or is in standby on a host, and stop what is left; requests come already."""
-        self.stop_orphans(host)
+        """Take over what answers or is in standby on a host, and stop what is left; requests come already.
+
+        MuxError if it cannot be seen what runs on another host.
+        """
         there = [backend for backend in backends if backend.host == host]
-        running = self.running(there)
+        if self.is_blind and not host:
+            self._mux.facts.expect([backend.name for backend in there])
+        running = self._running_before(host, there)
         self._mux.facts.looked_at({each.name for each in there} - {each.name for each in running})
         side_by_side(self._adopt, running)
         if not host:
             self.is_over.set()
+
+    def _running_before(self, host: str, there: Sequence[Backend]) -> list[Backend]:
+        """List the backends that run on a host, and stop what is served no longer; see ``running``."""
+        names = set[str]()
+        is_blind = False
+        try:
+            if any(not backend.url for backend in there):
+                names.update(self._hosts[host].running())
+        except MuxError as error:
+            if host:
+                raise
+            is_blind = True
+            if not self.is_blind:
+                self._say(f"cannot see what runs already: {error.message}")
+        if not is_blind:
+            self.stop_orphans(host)
+        if not host:
+            self.is_blind = is_blind
+        return [backend for backend in there if backend.url or backend.name in names]
 
     def _adopt(self, backend: Backend) -> None:
         if self._mux.facts.adopt(self.fit([backend])):
@@ -186,7 +211,7 @@ class Adoption:
         )
         return stock.fit
 
-    def running(self, backends: Iterable[Backend], when: str = " already") -> list[Backend]:
+    def running(self, backends: Iterable[Backend]) -> list[Backend]:
         """List the ``backends`` that run; external ones always do, as far as we have to care."""
         backends, names = list(backends), set[str]()
         for host in dict.fromkeys(backend.host for backend in backends if not backend.url):
@@ -194,7 +219,7 @@ class Adoption:
                 names.update(self._hosts[host].running())
             except MuxError as error:
                 where = f" on {host}" if host else ""
-                self._say(f"cannot see what runs{when}{where}: {error.message}")
+                self._say(f"cannot see what runs{where}: {error.message}")
         return [backend for backend in backends if backend.url or backend.name in names]
 
     def stop_orphans(self, host: str) -> None:

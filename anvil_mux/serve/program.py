@@ -111,6 +111,7 @@ def serve(
                 watched.worker.start()
             while signals.wait() == RELOAD:
                 program.reload()
+            is_ending.acquire(blocking=False)  # hosts that it gives up itself are not taken from it
             notifier.tell(STOPPING="1", EXTEND_TIMEOUT_USEC=f"{program.stop_seconds * 1e6:.0f}")
             program.stop()
             beats.close()
@@ -264,7 +265,7 @@ class AnvilMux:
         here = [each for each in ours if each.name not in leaving]
         unfit = [(backend, "the configuration has changed") for backend in leaving.values()]
         unfit += [(backend, "it was still loading") for backend in here if backend.name in loading]
-        left = [each for each in parts.adoption.running(here, when="") if each.name not in loading]
+        left = [each for each in parts.adoption.running(here) if each.name not in loading]
         if config.on_exit == "stop":
             unfit += [(backend, "on_exit: stop") for backend in left]
             left = []

@@ -53,8 +53,8 @@ from anvil_mux.scheduler.waits import Progress
 from anvil_mux.serve.files import Known, as_text
 from anvil_mux.serve.hosts import Adoption, ConfiguredHosts, Waker, broadcast, take_stock
 
-NEWS_SECONDS = 30.0
-"""How long the own host is asked to wait for news."""
+NEWS_SECONDS = 5.0
+"""How long the own host is asked to wait for news, before it is seen to again."""
 POLL_SECONDS = 2.0
 """How long the agent is asked to wait for news."""
 SILENT_SECONDS = 5.0
@@ -90,6 +90,8 @@ class HostWatches:
         changed: Callable[[], object],
     ) -> None:
         self._hosts = hosts
+        self._mux = mux
+        self._adoption = adoption
         self._cluster = hosts.cluster
         self._clock = clock
         self._say = say
@@ -111,7 +113,7 @@ class HostWatches:
         if self._cluster:
             self.by_host = {name: watch(self._cluster.host(name), is_lost=False) for name in hosts.nodes}
         self._waker = Waker(mux, clock, say, broadcast)
-        self._own_worker = Worker("news", self._news.read)
+        self._own_worker = Worker("news", self._hear)
         self._membership = Worker("cluster", self._look, first=LOOK_SECONDS)
 
     def start(self) -> None:
@@ -146,6 +148,12 @@ class HostWatches:
             self._learned = learned
             for host, watch in self.by_host.items():
                 watch.learned = as_text(known.of_host(host, config))
+
+    def _hear(self) -> float:
+        """Hear of the own host once, and take over what could not be seen to run there before."""
+        if self._adoption.is_blind:
+            self._adoption.begin("", self._mux.overview.config.backends)
+        return self._news.read()
 
     # Which hosts there are
 
@@ -195,7 +203,7 @@ class HostWatches:
     def busy(self, hosts: Iterable[str]) -> ExitStack:
         """A context in which it is not just being found out what runs on these hosts."""
         stack = ExitStack()
-        for host in hosts:
+        for host in dict.fromkeys(hosts):
             if watch := self.by_host.get(host):
                 stack.enter_context(watch.busy)
         return stack
@@ -320,8 +328,8 @@ class HostWatch:
         if self.state == "new":
             self._adoption.begin(name, backends)
         elif self.state == "lost":
-            self._adoption.stop_orphans(name)
             running = set(self.host.running())
+            self._adoption.stop_orphans(name)
             stock = take_stock(self.host, [backend for backend in backends if backend.name in running])
             self._adoption.stop_all(stock.unfit)  # what is not found holds nothing
             facts.host_back(name, stock.fit)

@@ -30,6 +30,7 @@ from anvil_mux.config.config import Backend
 from anvil_mux.config.kinds import Diagnostic
 from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError, Cancelled, ConfigError, LoadError, MuxError
+from anvil_mux.host.processes import TAIL_BYTES
 from anvil_mux.host.seam import (
     Evicted,
     Host,
@@ -38,6 +39,7 @@ from anvil_mux.host.seam import (
     Inventory,
     Loaded,
     PhaseTook,
+    ServiceEnded,
 )
 from tests.cluster.answers import returned_by, value_of
 
@@ -534,6 +536,17 @@ def test_the_numbers_of_news_go_on_over_hosts(rig: Rig):
     mux("reconfigure", replace(CONFIG, project="other-b"))
     rig.host.happens("three")
     assert [(each.number, each.what.backend) for each in mux("news", 2, 0.0)] == [(3, "three")]
+
+
+def test_news_with_the_last_lines_of_many_engines_come_in_answers_that_can_be_read(rig: Rig):
+    mux = rig.owned()
+    last_words = ("\ufffd" * TAIL_BYTES,)
+    ended = [HostNews(number, ServiceEnded(f"m{number}.b", "died", last_words)) for number in range(1, 13)]
+    rig.host.happened = ended
+    found = list[HostNews]()
+    while more := mux("news", found[-1].number if found else 0, 0.0):
+        found += more
+    assert found == ended
 
 
 def test_a_new_owner_hears_nothing_of_what_was_before(rig: Rig):

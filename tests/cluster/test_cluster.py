@@ -89,6 +89,17 @@ def test_a_host_that_joins_or_moves_is_a_change_and_one_that_leaves_is_still_kno
     assert set(cluster.machines()) == {"a", "b"}
 
 
+def test_a_host_that_is_back_with_other_gpus_is_a_change_whoever_learns_of_them_first():
+    machines = Machines(a="10.0.0.1")
+    cluster = Cluster(machines)
+    cluster.refresh()
+    machines.inventory = lambda host, owner: Inventory(address="10.0.0.1")
+    cluster.hosts["a"].fetch_inventory()  # as its watch does when the agent was started anew
+    assert cluster.refresh()
+    assert cluster.machines()["a"].gpus == ()
+    assert not cluster.refresh()
+
+
 def test_a_host_that_cannot_be_used_says_why_and_the_others_are_used():
     machines = Machines(a="10.0.0.1", b="10.0.0.2", c="10.0.0.3", d="10.0.0.4")
     machines.versions["b"] = "0.0.1"

@@ -22,7 +22,7 @@ from anvil_mux.cluster.frames import (
 )
 from anvil_mux.cluster.remote import MOST_GPUS, SETTLE_SECONDS, OtherVersion, RemoteHost
 from anvil_mux.config.config import Backend
-from anvil_mux.errors import BackendError, ConfigError, LoadError
+from anvil_mux.errors import BackendError, Cancelled, ConfigError, LoadError
 from anvil_mux.host.seam import (
     Awake,
     Evicted,
@@ -220,6 +220,26 @@ def test_a_step_is_begun_again_on_an_agent_that_was_started_anew(agent):
     assert len(agent.called("begin")) == 2
 
 
+def test_a_load_that_is_cancelled_while_its_agent_is_away_is_cancelled_on_the_one_that_is_started_anew(agent):
+    def go_away():
+        agent.instance = "two"
+        agent.host.cancel(A, 7)
+        return RUNNING
+
+    def cancelled():
+        raise Cancelled("the load of a was cancelled")
+
+    agent.during_wait = agent.host.contact
+    agent.answers["result"] = results(go_away, RUNNING, cancelled)
+    with pytest.raises(Cancelled):
+        agent.host.load(A, "stop", 7)
+    begun = [call[0] for call in agent.called("begin", "result", "cancel")]
+    assert begun == ["begin", "result", "cancel", "begin", "cancel", "result", "cancel", "result"]
+    agent.answers["result"] = results(Loaded("http://10.0.0.2:1", "stop"))
+    agent.host.load(A, "stop", 8)
+    assert agent.called("cancel") == [], "that was another load"
+
+
 def test_a_step_that_the_agent_forgot_is_begun_again(agent):
     agent.answers["result"] = results(UnknownStep("4.1"), Evicted("stop"))
     assert agent.host.evict(A, "stop") == Evicted("stop")
@@ -260,6 +280,11 @@ def test_a_configuration_that_the_host_refuses_names_it_and_fails_loads_only(age
     assert not agent.host.contact()
     with pytest.raises(LoadError, match="image x is not present"):
         agent.host.load(A, "stop", 1)
+    agent.answers["result"] = results(Awake("http://10.0.0.2:1"), Evicted("sleep"), Evicted("stop"), None)
+    assert agent.host.adopt(A) == Awake("http://10.0.0.2:1")
+    assert agent.host.evict(A, "sleep") == Evicted("sleep")
+    assert agent.host.demote(A, "sleep", "stop") == Evicted("stop")
+    agent.host.stop(A)
 
 
 def test_a_silent_agent_knows_nothing_of_ends_and_logs(agent):

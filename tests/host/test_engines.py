@@ -5,7 +5,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -15,6 +15,7 @@ from anvil_mux.config.config import Backend
 from anvil_mux.config.service import Service
 from anvil_mux.errors import Cancelled, LoadError
 from anvil_mux.host import engine_client, engines
+from anvil_mux.host.engine_client import MOST_BYTES
 from anvil_mux.host.engines import (
     ENGINES,
     at_once,
@@ -216,13 +217,21 @@ def test_a_other_process_that_leaves_in_time_does_no_harm():
     [
         {"object": "list", "data": []},
         *("[]", 7, {"data": "x"}, {"data": [1, {"id": 5}]}, None),
-        {"data": [{"id": "x" * 100_000}]},  # it is cut
+        {"data": [{"id": "x" * 2 * MOST_BYTES}]},  # it is cut
     ],
 )
 def test_a_list_that_is_empty_or_none_is_of_an_engine_that_is_not_ready_yet(body):
     why = why_not(VLLM, **HEALTHY, **{"GET_/v1/models": (200, body)})
     assert "was not ready within its load_timeout of 1 s" in why
     assert "lists no model yet" in why
+
+
+def test_a_list_of_thousands_of_models_is_read_whole_and_an_error_names_a_part_of_it():
+    lists = serving(*(f"{number:0500}" for number in range(2000)), "qwen3")
+    found_ready(VLLM, **HEALTHY, **{"GET_/v1/models": lists})
+    why = why_not(VLLM, 60.0, **HEALTHY, **{"GET_/v1/models": serving(*["x" * 100_000] * 9)})
+    assert "answers for model xxx" in why
+    assert len(why) < 2000
 
 
 def test_an_engine_that_wants_a_key_is_reported_at_once():
@@ -295,6 +304,52 @@ def test_a_port_that_accepts_and_says_nothing_is_bounded(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(LoadError) as caught:
         ready(VLLM, f"http://127.0.0.1:{silent.getsockname()[1]}", Waiting(), seconds=0.1)
     assert "accepts connections but does not answer" in caught.value.reason
+
+
+DRIPPING = (b"HTTP/1.1 200 OK\r\nx: ", b"HTTP/1.1 200 OK\r\nContent-Length: 900000\r\n\r\n")
+
+
+@contextmanager
+def dripping(head: bytes) -> Iterator[str]:
+    """The URL of an engine that sends a byte now and then, and never comes to an end."""
+    left = threading.Event()
+
+    def drip(engine: socket.socket) -> None:
+        with suppress(OSError), engine:
+            engine.sendall(head)
+            while not left.wait(0.02):
+                engine.sendall(b"a")
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                threads.append(threading.Thread(target=drip, args=(listener.accept()[0],)))
+                threads[-1].start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threads = [threading.Thread(target=accept)]
+        threads[0].start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        left.set()
+        for each in threads:
+            each.join()
+
+
+@pytest.mark.parametrize("head", DRIPPING)
+def test_an_answer_that_drips_is_bounded_and_so_is_a_load_that_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch, head: bytes
+):
+    def cancel() -> None:
+        raise Cancelled("enough")
+
+    with dripping(head) as url:
+        with client_of(VLLM, url, 600.0, cancel) as client, pytest.raises(Cancelled):
+            client.look()
+        monkeypatch.setattr(engine_client, "LEAST_TIMEOUT", 0.1)
+        assert engines.answers(VLLM, url, 0.1) is None
+        with pytest.raises(LoadError, match="accepts connections but does not answer"):
+            ready(VLLM, url, Waiting(), seconds=0.1)
 
 
 def test_redirects_are_not_followed():

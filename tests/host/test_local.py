@@ -11,7 +11,7 @@ import pytest
 from anvil_mux import clock
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.service import Service, mounts_of_process
-from anvil_mux.errors import Cancelled
+from anvil_mux.errors import BackendError, Cancelled, LoadError
 from anvil_mux.host.local import LocalHost
 from anvil_mux.host.prompts import PromptFiles
 from anvil_mux.host.seam import (
@@ -125,6 +125,25 @@ def test_what_runs_is_adopted_unless_it_was_described_otherwise_meanwhile(host):
     assert host.adopt(other) == Unfit("its command changed since it was started")
     assert host.evict(A, "stop") == Evicted("stop")
     assert host.running() == []
+
+
+def test_nothing_is_started_as_long_as_it_could_never_be_seen_what_runs(host, monkeypatch):
+    def away():
+        raise BackendError("Docker is away")
+
+    running = host.runtime.running
+    monkeypatch.setattr(host.runtime, "running", away)
+    with pytest.raises(BackendError):
+        host.running()
+    with pytest.raises(LoadError, match="could not be seen yet what runs here already: Docker is away"):
+        host.load(A, "stop", 1)
+    assert not running()
+    monkeypatch.setattr(host.runtime, "running", running)
+    assert host.running() == []
+    monkeypatch.setattr(host.runtime, "running", away)
+    with pytest.raises(BackendError):  # what runs is known by now
+        host.running()
+    assert host.load(A, "stop", 2).level == "stop"
 
 
 def test_what_is_configured_no_longer_is_an_orphan_of_the_next_start_until_it_was_stopped(host):

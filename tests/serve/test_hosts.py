@@ -1,10 +1,16 @@
-"""Which hosts are in use is read by one thread while another adds to them."""
+"""Which hosts are in use is read by one thread while another adds to them; what runs there is taken over."""
 
+from dataclasses import replace
 from types import SimpleNamespace
+
+import pytest
 
 from anvil_mux.cluster.cluster import Cluster
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.serve.hosts import ConfiguredHosts
+from anvil_mux.errors import BackendError
+from anvil_mux.host.hosts import Hosts
+from anvil_mux.host.seam import Awake
+from anvil_mux.serve.hosts import Adoption, ConfiguredHosts
 from anvil_mux.serve.watches import HostWatches
 from tests.cluster.test_cluster import Machines
 
@@ -34,5 +40,52 @@ def test_hosts_may_come_while_they_are_gone_through():
         list(each)
     assert set(hosts.by_name) == {"", "a", "b", "c"}
     assert set(watches.by_host) == {"a", "b"}
+    with watches.busy(["a", "a", "c", "b"]):  # a host for each of its backends
+        assert all(watch.busy.locked() for watch in watches.by_host.values())
+    assert not any(watch.busy.locked() for watch in watches.by_host.values())
     for watch in watches.by_host.values():
         watch.worker.close()
+
+
+A, B, FAR = Backend("a", "a"), Backend("b", "b"), Backend("far", "far", url="http://far")
+OLD = Backend("old", "old")
+
+
+def test_what_cannot_be_seen_at_the_start_is_taken_over_later_and_nothing_is_begun_beside_it_meanwhile():
+    def running():
+        if is_away:
+            raise BackendError("Docker is away")
+        return ["a"]
+
+    def tell(what):
+        return lambda about: told.append((what, sorted(about)))
+
+    told, said, is_away = [], [], True
+    host = SimpleNamespace(
+        running=running,
+        orphans=lambda: [OLD],
+        adopt=lambda backend: Awake("http://a"),
+        stop=lambda backend: told.append(("stop", [backend.name])),
+    )
+    facts = SimpleNamespace(expect=tell("expect"), looked_at=tell("looked at"), adopt=tell("adopt"))
+    adoption = Adoption(Hosts({"": host, "h": host}), SimpleNamespace(facts=facts), said.append)
+    with pytest.raises(BackendError):  # it is not here
+        adoption.begin("h", [replace(A, host="h")])
+    assert (told, said, adoption.is_blind) == ([], [], False)
+    adoption.begin("", [FAR, A, B])
+    assert told == [("looked at", ["a", "b"]), ("adopt", ["far"]), ("looked at", ["far"])]
+    assert adoption.is_over.is_set()
+    adoption.begin("", [A, B])
+    assert adoption.is_blind
+    assert said == ["cannot see what runs already: Docker is away"], "once"
+    told.clear()
+    is_away = False
+    adoption.begin("", [A, B])
+    assert not adoption.is_blind
+    assert told == [
+        ("expect", ["a", "b"]),
+        ("stop", ["old"]),
+        ("looked at", ["b"]),
+        ("adopt", ["a"]),
+        ("looked at", ["a"]),
+    ]

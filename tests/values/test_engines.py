@@ -41,9 +41,7 @@ class Scripted(EngineClient):
 
     told: dict[str, bytes]
 
-    def ask(
-        self, method: str, path: str, body: Any = None, timeout: float = 1.0, most: int = 0
-    ) -> tuple[int, bytes]:
+    def ask(self, method: str, path: str, body: Any = None, timeout: float = 1.0) -> tuple[int, bytes]:
         return 200, self.told.get(path.partition("?")[0], b"{}")
 
 
