@@ -28,11 +28,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from socket import socketpair
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from anvil_mux.config.config import Backend, Config
@@ -57,6 +57,7 @@ from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.memory import LeastRecentlyUsed, Placement
 from anvil_mux.serve.files import locked
 
+T = TypeVar("T")
 SLACK_SECONDS = 60.0
 ASK_PAUSE = 0.01
 """Seconds between two attempts to get an answer."""
@@ -208,6 +209,13 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _result(asked: Future[T]) -> T:
+    """The result of what was asked. A signal that comes just before a wait without an end does not end it."""
+    while wait([asked], BUSY_PAUSE).not_done:
+        pass
+    return asked.result()
+
+
 class _Ring:
     """Backends that take turns on the same GPUs, by the same standby level."""
 
@@ -257,7 +265,7 @@ class _Ring:
         self._mux.start()
         with ThreadPoolExecutor(1, "bench") as pool:
             try:
-                pool.submit(self._ask_multiplexer, self._members[-1]).result()
+                _result(pool.submit(self._ask_multiplexer, self._members[-1]))
                 for number in range(repeat + 1):
                     swaps = self._round(number, pairs, pool)
                     self._tell_progress(number, repeat, swaps)
@@ -325,7 +333,7 @@ class _Ring:
             answer = pool.submit(self._ask_multiplexer, after)
             while not self._under_way.wait(BUSY_PAUSE) and not answer.done():
                 pass
-        return phases(self._log, answer.result(), self._told, self._way), self._taken(after)
+        return phases(self._log, _result(answer), self._told, self._way), self._taken(after)
 
     def _taken(self, backend: Backend) -> int | None:
         """The GPU memory that came back with it, as NVML tells or as declared; None where nobody knows."""
@@ -385,7 +393,7 @@ class _Ring:
                         each.done() for each in asked
                     ):
                         time.sleep(BUSY_PAUSE)
-                took = [each.result() for each in asked]
+                took = [_result(each) for each in asked]
             finally:
                 relay.close()
         return max(until for _, until in took) - min(since for since, _ in took)
@@ -397,7 +405,7 @@ class _Ring:
         begun = time.monotonic()
         asked = [pool.submit(question.ask, backend, address) for _ in range(count)]
         for each in asked:
-            status, _ = each.result()
+            status, _ = _result(each)
             if status >= 300:
                 raise BackendError(f"{backend.name} answers {status} in a burst")
         return time.monotonic() - begun
