@@ -279,7 +279,7 @@ class Overview:
                 return far.seconds_left
             left = [
                 slot.load_seconds - (now - slot.since if slot.state == "loading" else 0.0)
-                for slot in found.own
+                for slot in found.present
                 if slot.load_seconds is not None
             ]
         return min(left, default=None)
@@ -297,7 +297,7 @@ class Overview:
 
     def _progress(self, group: GpuGroup, model: Model, now: float) -> Progress | None:
         """Say how far the load of ``model`` is, if there is one and none is ready. Under the lock."""
-        slot = next((slot for slot in model.own if slot.state == "loading"), None)
+        slot = next((slot for slot in model.present if slot.state == "loading"), None)
         if slot is None or model.ready:
             return None
         at, said = self._reported.get(slot.name, (now, None))

@@ -278,7 +278,7 @@ class Layout(Common):
         for model in models:
             wanted = settings.models.get(model.name, model.settings)
             if [slot for slot in model.active if slot.leaving]:
-                own = [slot.backend for slot in model.own]
+                own = [slot.backend for slot in model.present]
                 wanted = settings_of(own, self.settings.config)._replace(routing=wanted.routing)
             routing = model.routing
             if rerouted or wanted.routing != model.settings.routing:

@@ -306,8 +306,8 @@ class Model:
         return self.queue_group in ("", group)
 
     @property
-    def own(self) -> list[Slot]:
-        """The backends of the model, without those that are another's until they are left."""
+    def present(self) -> list[Slot]:
+        """The backends that are the model's by now: others are another's until they are left."""
         return [slot for slot in self.slots if slot.model == self.name]
 
     # Changes

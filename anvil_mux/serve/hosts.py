@@ -170,33 +170,26 @@ class Adoption:
 
         MuxError if it cannot be seen what runs on another host.
         """
-        there = [backend for backend in backends if backend.host == host]
-        if self.is_blind and not host:
+        there, names = [backend for backend in backends if backend.host == host], set[str]()
+        was_blind = self.is_blind and not host
+        if was_blind:
             self._mux.facts.expect([backend.name for backend in there])
-        running = self._running_before(host, there)
+        try:
+            if any(not backend.url for backend in there):
+                names.update(self._hosts[host].running())
+            self.is_blind = self.is_blind and not was_blind
+            self.stop_orphans(host)
+        except MuxError as error:
+            if host:
+                raise
+            self.is_blind = True
+            if not was_blind:
+                self._say(f"cannot see what runs already: {error.message}")
+        running = [backend for backend in there if backend.url or backend.name in names]
         self._mux.facts.looked_at({each.name for each in there} - {each.name for each in running})
         side_by_side(self._adopt, running)
         if not host:
             self.is_over.set()
-
-    def _running_before(self, host: str, there: Sequence[Backend]) -> list[Backend]:
-        """List the backends that run on a host, and stop what is served no longer; see ``running``."""
-        names = set[str]()
-        is_blind = False
-        try:
-            if any(not backend.url for backend in there):
-                names.update(self._hosts[host].running())
-        except MuxError as error:
-            if host:
-                raise
-            is_blind = True
-            if not self.is_blind:
-                self._say(f"cannot see what runs already: {error.message}")
-        if not is_blind:
-            self.stop_orphans(host)
-        if not host:
-            self.is_blind = is_blind
-        return [backend for backend in there if backend.url or backend.name in names]
 
     def _adopt(self, backend: Backend) -> None:
         if self._mux.facts.adopt(self.fit([backend])):
