@@ -111,7 +111,6 @@ def serve(
                 watched.worker.start()
             while signals.wait() == RELOAD:
                 program.reload()
-            is_ending.acquire(blocking=False)  # hosts that it gives up itself are not taken from it
             notifier.tell(STOPPING="1", EXTEND_TIMEOUT_USEC=f"{program.stop_seconds * 1e6:.0f}")
             program.stop()
             beats.close()
