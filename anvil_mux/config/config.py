@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import KW_ONLY, MISSING, dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -463,12 +463,11 @@ SERVICE_SETTINGS = {key: _rows[key] for key in ("model", "aliases", *_rows)}
 """The settings in ``x-anvil`` on a service, which fill ``Backend``; names come first."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """The whole configuration of one anvil-mux process; moments and durations in seconds."""
 
-    backends: tuple[Backend, ...]
-    _: KW_ONLY
+    backends: tuple[Backend, ...] = field(kw_only=False)
     host: str = _at_start(
         "127.0.0.1",
         LISTEN,

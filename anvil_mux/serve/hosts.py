@@ -34,7 +34,7 @@ from anvil_mux.cluster.remote import RemoteHost
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.kinds import span
 from anvil_mux.config.machines import Wake
-from anvil_mux.errors import ConfigError, MuxError
+from anvil_mux.errors import BackendError, ConfigError, MuxError
 from anvil_mux.host.hosts import AnyHost, Hosts
 from anvil_mux.host.local import LocalHost
 from anvil_mux.host.seam import Awake, Evicted, HostConfig, Unfit
@@ -162,29 +162,28 @@ class Adoption:
         self._say = say
         self.is_over = threading.Event()
         """Set once it is known what ran on our own host before we did, or why that cannot be seen now."""
-        self.is_blind = False
-        """Whether it could not be seen what runs on our own host: it is to be begun again."""
+        self.blind: set[str] = set()
+        """The hosts of which it could not be seen yet what runs there: each is to be begun again."""
 
     def begin(self, host: str, backends: Iterable[Backend]) -> None:
         """Take over what answers or is in standby on a host, and stop what is left; requests come already.
 
-        MuxError if it cannot be seen what runs on another host.
+        MuxError if the host itself is not heard.
         """
-        there, names = [backend for backend in backends if backend.host == host], set[str]()
-        was_blind = self.is_blind and not host
+        was_blind, names = host in self.blind, set[str]()
+        there = [each for each in backends if each.host == host and not (was_blind and each.url)]
         if was_blind:
             self._mux.facts.expect([backend.name for backend in there])
         try:
             if any(not backend.url for backend in there):
                 names.update(self._hosts[host].running())
-            self.is_blind = self.is_blind and not was_blind
+            self.blind.discard(host)
             self.stop_orphans(host)
-        except MuxError as error:
-            if host:
-                raise
-            self.is_blind = True
+        except BackendError as error:
+            self.blind.add(host)
             if not was_blind:
-                self._say(f"cannot see what runs already: {error.message}")
+                where = f" on {host}" if host else ""
+                self._say(f"cannot see what runs already{where}: {error.message}")
         running = [backend for backend in there if backend.url or backend.name in names]
         self._mux.facts.looked_at({each.name for each in there} - {each.name for each in running})
         side_by_side(self._adopt, running)

@@ -151,7 +151,7 @@ class HostWatches:
 
     def _hear(self) -> float:
         """Hear of the own host once, and take over what could not be seen to run there before."""
-        if self._adoption.is_blind:
+        if "" in self._adoption.blind:
             self._adoption.begin("", self._mux.overview.config.backends)
         return self._news.read()
 
@@ -293,6 +293,9 @@ class HostWatch:
         try:
             if not self._is_sure:
                 self._contact()
+            elif self.host.name in self._adoption.blind:
+                with self.busy:
+                    self._take_stock()
             self.news.read(POLL_SECONDS)
             if self.learned != self._kept:
                 self._kept = self.learned
@@ -325,7 +328,7 @@ class HostWatch:
         """Find out what runs there, and make it known."""
         name, facts, overview = self.host.name, self._mux.facts, self._mux.overview
         backends = [each for each in overview.config.backends if each.host == name]
-        if self.state == "new":
+        if self.state == "new" or (self.state == "here" and name in self._adoption.blind):
             self._adoption.begin(name, backends)
         elif self.state == "lost":
             running = set(self.host.running())

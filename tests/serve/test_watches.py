@@ -49,8 +49,9 @@ class House:
             given_up=tell("given up"),
             is_way_open=lambda: self.way_is_open,
         )
+        self.blind = set()
         adoption = SimpleNamespace(
-            begin=tell("adopt"), stop_orphans=tell("stop orphans"), stop_all=tell("stop")
+            begin=tell("adopt"), stop_orphans=tell("stop orphans"), stop_all=tell("stop"), blind=self.blind
         )
         news = SimpleNamespace(begin_anew=lambda: None, read=self.read)
         monkeypatch.setattr(watches, "is_there", lambda address, limit: address[0] in self.answering)
@@ -107,6 +108,14 @@ def test_the_first_contact_takes_over_what_runs(monkeypatch):
     assert made.turns(1.0) == [("adopt", "h", [A, B, C])]
     assert made.watch.state == "here"
     assert made.watch.is_seen.is_set()
+
+
+def test_what_could_not_be_seen_to_run_at_the_first_contact_is_taken_over_later(house):
+    house.blind.add("h")
+    assert house.turns(0.5) == [("adopt", "h", [A, B, C])]
+    house.blind.clear()
+    assert house.turns(5.0) == []
+    assert house.watch.state == "here"
 
 
 def test_a_host_whose_agent_answers_is_here_whatever_its_engines_do(house):
