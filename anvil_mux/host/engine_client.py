@@ -192,12 +192,11 @@ class EngineClient:
             return self.probe() if self.engine.loads_at_first_request else None
         if self.engine.names_file and not configured_names(self.backend.service):
             return self.probe()
-        reported = ", ".join([each[:200] for each in ids[:5]])
-        hint = f" (if that is the engine you mean, set served_model: {ids[0][:200]})"
-        hint = "" if self.engine.names_file else hint
-        return NotReady(
-            f"{self.place} answers for model {reported}, not {self.model}{hint}", other_process=True
-        )
+        reported = [each[:200] for each in ids[:5]]
+        why = f"{self.place} answers for model {', '.join(reported)}, not {self.model}"
+        if not self.engine.names_file:
+            why += f" (if that is the engine you mean, set served_model: {reported[0]})"
+        return NotReady(why, other_process=True)
 
     def _means(self, reported: str) -> bool:
         if reported in (self.model, f"{self.model}:latest"):
