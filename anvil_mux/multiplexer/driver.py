@@ -335,7 +335,8 @@ class SchedulerDriver:
 class RequestCounts:
     """How many requests wait for models, and how many each API key has under way and waiting.
 
-    The driver's lock guards them. Of keys that have no limit nothing is counted.
+    The driver's lock guards them. A key is its digest: a reload may change its limits, and may give one to a
+    key that had none, while its requests are under way.
     """
 
     def __init__(self, lock: Lock) -> None:
@@ -343,36 +344,36 @@ class RequestCounts:
         # The lock guards what follows.
         self.waiting = 0
         """Requests that wait for any model."""
-        self._under_way: Counter[Key] = Counter()
-        self._waiting: Counter[Key] = Counter()
+        self._under_way: Counter[bytes] = Counter()
+        self._waiting: Counter[bytes] = Counter()
 
     @contextmanager
     def under_way(self, key: Key) -> Iterator[None]:
         """One of the requests that ``key`` may have at once, until the end; TooManyRequests."""
         with self._lock:
-            count = self._under_way[key]
+            count = self._under_way[key.digest]
             if key.requests is not None and count >= key.requests:
                 raise TooManyRequests(f"This API key has reached its limit of concurrent requests ({count}).")
-            self._under_way[key] += 1
+            self._under_way[key.digest] += 1
         try:
             yield
         finally:
             with self._lock:
-                self._under_way[key] -= 1
+                self._under_way[key.digest] -= 1
 
     def check_waiting(self, sender: Hashable) -> None:
         """TooManyRequests if as many requests of a key wait already as may. Under the lock."""
         if not isinstance(sender, Key) or sender.waiting is None:
             return
-        count = self._waiting[sender]
+        count = self._waiting[sender.digest]
         if count >= sender.waiting:
             raise TooManyRequests(f"This API key has {count} requests waiting already, as many as it may.")
 
     def count_waiting(self, ticket: Ticket, change: int) -> None:
         """Count a ticket that waits, or waits no longer. Under the lock."""
         self.waiting += change
-        if isinstance(ticket.sender, Key) and ticket.sender.waiting is not None:
-            self._waiting[ticket.sender] += change
+        if isinstance(ticket.sender, Key):
+            self._waiting[ticket.sender.digest] += change
 
 
 # Facts from outside

@@ -120,7 +120,7 @@ class Handler:
             if row:
                 heed_hint(self._mux, context)
                 self.local.answer(row, reply)
-            elif key and key.requests is not None:
+            elif key:
                 with self._mux.counts.under_way(key):
                     self._ask_engine(reply)
             else:

@@ -94,6 +94,41 @@ def test_a_key_with_as_many_waiting_as_it_may_have_gets_429_but_not_for_what_nee
     assert waits_again.read().status == 200
 
 
+@pytest.mark.parametrize("before", ["", "requests=3"])
+def test_requests_under_way_count_against_a_limit_that_a_reload_lowers(make_rig, before):
+    rig = limited(make_rig, before)
+    clients, held = [], []
+    for _ in range(2):
+        clients.append(asking(rig, LIMITED, "org/b"))
+        held.append(rig.other.next())
+    rig.handler.reconfigure(rig.config, ring(f"{ROOT}\n{LIMITED} models=* requests=2"))
+    assert asking(rig, LIMITED).read().status == 429
+    held[0].send(JSON_OK)
+    assert clients[0].read().status == 200
+    rig.events.wait("released", 1)
+    rig.events.record(2)
+    clients.append(asking(rig, LIMITED, "org/b"))
+    held.append(rig.other.next())
+    for client, engine in zip(clients[1:], held[1:], strict=True):
+        engine.send(JSON_OK)
+        assert client.read().status == 200
+
+
+@pytest.mark.parametrize("before", ["", "waiting=3"])
+def test_requests_that_wait_count_against_a_limit_that_a_reload_lowers(make_rig, before):
+    rig = limited(make_rig, before)
+    running = asking(rig, ROOT)
+    held = rig.engine.next()
+    waits = asking(rig, LIMITED)
+    rig.events.wait("queued", 2)
+    rig.handler.reconfigure(rig.config, ring(f"{ROOT}\n{LIMITED} models=* waiting=1"))
+    assert asking(rig, LIMITED).read().status == 429
+    held.send(JSON_OK)
+    assert running.read().status == 200
+    rig.engine.next().send(JSON_OK)
+    assert waits.read().status == 200
+
+
 def test_keys_take_turns_at_a_model_that_takes_one_request_at_once(make_rig: Callable[..., Rig]) -> None:
     rig = limited(make_rig, "requests=50")
     first = asking(rig, ROOT)
