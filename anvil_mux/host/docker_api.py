@@ -232,14 +232,22 @@ class Stream:
             yield lines.rest.decode(errors="replace")
 
 
+@dataclass(frozen=True, slots=True)
+class _Dialect:
+    """The API that an engine speaks."""
+
+    version: str
+    is_podman: bool
+
+
 class ContainerEngine:
     """Asks one container engine; every call is bounded in time, and made on a connection of its own."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        # Learned before the first question, and again after an answer that says it is wrong.
-        self._version = ""
-        self._is_podman = False
+        self._dialect: _Dialect | None = None
+        """What the engine speaks: learned before the first request, and again after an answer that says it is
+        another. Any thread may replace it, so each request reads it once (``_learn``)."""
 
     # Containers
 
@@ -278,8 +286,7 @@ class ContainerEngine:
 
     def processes(self, id: str) -> list[int]:
         """List the ids of its processes on its host; [] if it does not run."""
-        self._learn()
-        wanted = "hpid" if self._is_podman else "-eo pid"
+        wanted = "hpid" if self._learn().is_podman else "-eo pid"
         try:
             body = self._ask("GET", _path(f"/containers/{id}/top", ps_args=wanted))
         except (Missing, Conflict):
@@ -305,13 +312,12 @@ class ContainerEngine:
         """Ask the engine which one it is, and how it runs."""
         info = self._json("/info")
         rootless = bool(info.get("Rootless")) or "name=rootless" in (info.get("SecurityOptions") or ())
-        version = str(info.get("ServerVersion") or "") if self._is_podman else ""
+        version = str(info.get("ServerVersion") or "") if self._learn().is_podman else ""
         return About(version, rootless, str(info.get("CgroupVersion") or ""))
 
     def ping(self) -> None:
         """Raise Unreachable if the engine does not answer."""
-        self._version = ""
-        self._learn()
+        self._ask_dialect()
 
     # Logs and events
 
@@ -382,12 +388,11 @@ class ContainerEngine:
         self, method: str, path: str, timeout: float | None
     ) -> tuple[Connection, http.client.HTTPResponse]:
         """Ask; the connection is the caller's to end, unless this raises."""
-        self._learn()
-        connection, response = self._send(method, f"/v{self._version}{path}", timeout)
+        connection, response = self._send(method, f"/v{self._learn().version}{path}", timeout)
         if response.status < 300 or response.status == 304:
             return connection, response
         if response.status == 400:
-            self._version = ""  # the engine may be another one since
+            self._dialect = None  # the engine may be another one since
         answer = b""
         with suppress(OSError, http.client.HTTPException):
             answer = response.read()
@@ -395,10 +400,12 @@ class ContainerEngine:
         error = REFUSALS.get(response.status, DockerRefused)
         raise error(_what(method, path), response.status, _message(answer))
 
-    def _learn(self) -> None:
+    def _learn(self) -> _Dialect:
+        """Return the dialect that is known, or ask the engine for it."""
+        return self._dialect or self._ask_dialect()
+
+    def _ask_dialect(self) -> _Dialect:
         """Find the newest version that both sides know."""
-        if self._version:
-            return
         connection, response = self._send("GET", "/_ping", ASK_TIMEOUT)
         connection.end()
         named = response.getheader("Api-Version", "")
@@ -410,8 +417,12 @@ class ContainerEngine:
             raise Unreachable(
                 f"Docker's API is {named}, and {oldest} is needed: update Docker to 19.03 or later"
             )
-        self._is_podman = response.getheader("Libpod-Api-Version") is not None
-        self._version = ".".join(map(str, min(spoken, NEWEST)))
+        dialect = _Dialect(
+            version=".".join(map(str, min(spoken, NEWEST))),
+            is_podman=response.getheader("Libpod-Api-Version") is not None,
+        )
+        self._dialect = dialect
+        return dialect
 
     def _send(
         self, method: str, path: str, timeout: float | None

@@ -10,7 +10,7 @@ import queue
 import re
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler
@@ -70,6 +70,8 @@ class Docker:
     """Compose's hash of each service; "": it cannot say."""
     compose: str = "2.40.3"
     """The release of Compose."""
+    on_ping: Callable[[], object] = lambda: None
+    """What is done before /_ping is answered."""
     changed: bool = False
     """The description of the services, since their containers were made."""
     logs: Sequence[tuple[int, str]] = ()
@@ -293,6 +295,7 @@ class Handler(BaseHTTPRequestHandler):
     def handle_any(self) -> None:
         docker, url = self.server.docker, urlsplit(self.path)
         if url.path == "/_ping":
+            docker.on_ping()
             return self.reply(200, b"OK")
         prefix = f"/v{docker.version}"
         if not url.path.startswith(prefix + "/"):

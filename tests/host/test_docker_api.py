@@ -2,6 +2,8 @@
 
 import json
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -98,9 +100,9 @@ def test_processes_are_asked_for_by_their_ids_on_the_host(docker, engine, podman
 
 
 def test_a_list_of_processes_that_is_null_has_none(engine, monkeypatch):
+    engine.ping()
     answer = b'{"Titles": ["PID"], "Processes": null}'
     monkeypatch.setattr(engine, "_ask", lambda method, path: answer)
-    monkeypatch.setattr(engine, "_learn", lambda: None)
     assert engine.processes("c1") == []
 
 
@@ -173,7 +175,9 @@ def test_ends_are_asked_for_by_the_words_of_docker_and_podman(docker, engine):
 def test_the_newest_version_that_both_know_is_spoken(docker, engine, theirs, spoken):
     docker.version = theirs
     engine.ping()
-    assert engine._version == spoken
+    docker.version = spoken
+    docker.add("c1")
+    assert engine.inspect("c1")  # the stand-in refuses paths of another version
 
 
 def test_an_engine_that_is_too_old_is_refused(docker, engine):
@@ -189,6 +193,20 @@ def test_an_engine_of_another_version_since_is_understood_from_the_next_question
     with pytest.raises(DockerRefused, match="too new"):
         engine.inspect("c1")
     assert engine.inspect("c1")
+
+
+def test_inspect_during_a_ping_of_another_thread_finds_the_container(docker, engine):
+    docker.add("c1")
+    engine.ping()
+    asked, answered = threading.Event(), threading.Event()
+    docker.on_ping = lambda: (asked.set(), answered.wait(10))
+    with ThreadPoolExecutor(1) as pool:
+        ping = pool.submit(engine.ping)
+        assert asked.wait(10)
+        found = engine.inspect("c1")
+        answered.set()
+        ping.result()
+    assert found
 
 
 def test_an_engine_that_closes_the_connection_has_not_answered(docker, engine):
