@@ -246,7 +246,7 @@ class ContainerEngine:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self._dialect: _Dialect | None = None
-        """What the engine speaks: learned before the first request, and again after an answer that says it is
+        """The API of the engine: learned before the first request, and again after an answer that says it is
         another. Any thread may replace it, so each request reads it once (``_learn``)."""
 
     # Containers

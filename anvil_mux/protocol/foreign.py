@@ -30,25 +30,44 @@ MOST_DEPTH = 200
 """Levels of a text. What walks over it makes up to three calls for each, and Python 3.10 allows 1,000."""
 MOST_VALUES = 500_000
 """Values of a request, about: all other threads wait while an object is made of each."""
+MOST_DIGITS = 400
+"""Digits of a number of a request, enough for the largest double: Python reads and writes whole numbers in a
+time that grows with the square of their length, and all other threads wait meanwhile."""
+SAMPLE_EVERY = 64
+"""Bytes from one sample of a text to the next, where numbers that are too long are looked for."""
 PIECE = 65536
 PART = 100
 """Brackets that are counted together: no more than half of those that are allowed."""
 _MARKS = b'"[]{},'
 _OTHERS = bytes(sorted(set(range(256)) - set(_MARKS)))
+_NO_DIGITS = bytes(sorted(set(_OTHERS) - set(b"0123456789")))
 _NOT_OPENING = bytes(sorted(set(range(256)) - set(b"[{")))
 _SQUARE = bytes.maketrans(b"{}", b"[]")
+_SQUARE_AND_ZEROS = bytes.maketrans(b"{}123456789", b"[]000000000")
+_ZEROS = bytes.maketrans(b"123456789", b"000000000")
+_SAMPLES = b"0" * (MOST_DIGITS // SAMPLE_EVERY)
+_COMMAS = bytes.maketrans(b"[]", b",,")
 _STEPS = {ord("["): 1, ord("]"): -1}
 
 
 def check(text: bytes | bytearray, *, of_request: bool = False) -> None:
-    """ValueError if a JSON text (UTF-8) is nested deeper than MOST_DEPTH, or a request has over MOST_VALUES.
+    """Raise ValueError if a JSON text (UTF-8) is nested deeper than MOST_DEPTH, or if a request has over
+    MOST_VALUES, or a number of over MOST_DIGITS.
 
     In what is no JSON it finds the depth up to where a parser stops.
     """
-    if len(text) <= PIECE and len(text.translate(None, _NOT_OPENING)) <= MOST_DEPTH:
+    if (
+        len(text) <= PIECE
+        and len(text.translate(None, _NOT_OPENING)) <= MOST_DEPTH
+        and not (of_request and _may_hold_long_number(text))
+    ):
         return  # nor can it have too many values
     depth = values = 0
-    for marks in _outside_strings(text):
+    for marks in _outside_strings(text, digits=of_request):
+        if b"0" in marks:
+            if _longest_number(marks) > MOST_DIGITS:
+                raise ValueError(f"it holds a number of more than {MOST_DIGITS} digits")
+            marks = marks.translate(None, b"0")
         brackets = marks.replace(b",", b"")
         values += len(marks) - len(brackets) + brackets.count(b"[")
         if of_request and values > MOST_VALUES:
@@ -65,8 +84,21 @@ def _height(brackets: bytes) -> int:
     return max(accumulate(map(_STEPS.__getitem__, brackets)))
 
 
-def _outside_strings(text: bytes | bytearray) -> Iterator[bytes]:
-    """The brackets, all of them square, and the commas outside strings, in pieces."""
+def _may_hold_long_number(text: bytes | bytearray) -> bool:
+    """Return whether samples of a text are digits as those of a long number would be."""
+    return _SAMPLES in text[::SAMPLE_EVERY].translate(_ZEROS)
+
+
+def _longest_number(marks: bytes) -> int:
+    """Return the digits of the longest run of zeros between brackets and commas."""
+    return max(map(len, marks.translate(_COMMAS).split(b",")))
+
+
+def _outside_strings(text: bytes | bytearray, *, digits: bool = False) -> Iterator[bytes]:
+    """Yield the brackets, all of them square, and the commas outside strings, in pieces.
+
+    ``digits``: also the digits, each as 0, of pieces in which a long number may stand.
+    """
     start = inside = 0
     while start < len(text):
         end = start + PIECE
@@ -75,8 +107,10 @@ def _outside_strings(text: bytes | bytearray) -> Iterator[bytes]:
         piece = text[start:end]
         if b"\\" in piece:  # pairs first: what is left before a quote escapes it
             piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        has_digits = digits and _may_hold_long_number(piece)
+        table, others = (_SQUARE_AND_ZEROS, _NO_DIGITS) if has_digits else (_SQUARE, _OTHERS)
         # Two quotes side by side change nothing of what is within a string and what is not.
-        parts = bytes(piece.translate(_SQUARE, _OTHERS)).replace(b'""', b"").split(b'"')
+        parts = bytes(piece.translate(table, others)).replace(b'""', b"").split(b'"')
         yield b"".join(parts[inside::2])
         inside ^= (len(parts) - 1) & 1
         start = end
