@@ -227,8 +227,8 @@ class RemoteHost:
         return self._ask(list[str], "running", timeout=LONG_SECONDS)
 
     def orphans(self) -> list[Backend]:
-        found = self._ask(list[Backend], "orphans", timeout=LONG_SECONDS)
-        return [each for each in found if each.host == self.name]
+        orphans = self._ask(list[Backend], "orphans", timeout=LONG_SECONDS)
+        return [replace(orphan, host=self.name) for orphan in orphans]  # there each is on its own host
 
     def adopt(self, backend: Backend) -> Found:
         found: Found = self._step(FOUND, "adopt", backend, patience=PATIENCE_SECONDS)

@@ -35,7 +35,7 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Key
 from anvil_mux.errors import Cancelled, LoadError, MuxError, TooManyRequests
 from anvil_mux.host.hosts import AnyHost
-from anvil_mux.host.seam import CardRead, Evicted
+from anvil_mux.host.seam import CardRead, Evicted, Unfit
 from anvil_mux.routing.in_flight import Report
 from anvil_mux.scheduler.costs import Cost, Costs, Footprint, Footprints
 from anvil_mux.scheduler.events import Cause, Event
@@ -378,8 +378,9 @@ class RequestCounts:
 
 # Facts from outside
 
-Running = Mapping[str, str | Evicted]
-"""Backend that was found -> the URL at which it serves, or how it is in standby."""
+Running = Mapping[str, str | Evicted | Unfit]
+"""Backend that runs already -> the URL at which it serves, or how it is in standby; unfit: it has to be
+stopped, and holds its GPUs until then."""
 
 
 class Facts:
@@ -484,7 +485,7 @@ class Facts:
         """Takes over backends that run already, or are in standby; returns what cannot stay."""
         return [name for name, how in found.items() if not self._adopt(name, how)]
 
-    def _adopt(self, name: str, how: str | Evicted) -> bool:
+    def _adopt(self, name: str, how: str | Evicted | Unfit) -> bool:
         def fact(now: float) -> Effects:
             slot = self._scheduler.layout.slot(name)
             if slot is None or slot.state != "stopped":
@@ -495,7 +496,7 @@ class Facts:
 
         return self._apply(fact) is not NOTHING
 
-    def _note_run(self, backend: str, how: str | Evicted) -> None:
+    def _note_run(self, backend: str, how: str | Evicted | Unfit) -> None:
         """Note where a backend listens that was found, if it serves. Under the lock."""
         if isinstance(how, str):
             self._driver.runs[backend] = EngineRun(address_of(how))
@@ -533,7 +534,9 @@ class Facts:
             self._tell(self._scheduler.heard, model, reports)
 
 
-def _found(how: str | Evicted) -> FoundBackend:
+def _found(how: str | Evicted | Unfit) -> FoundBackend:
+    if isinstance(how, Unfit):
+        return FoundBackend(may_stay=False)
     return RUNS if isinstance(how, str) else FoundBackend(how.level, how.residual, how.host_bytes)
 
 

@@ -196,7 +196,7 @@ SENTENCES = DECISIONS | {
     "host_back": "the host {host} is back",
     "not_found": "not found when the host {host} came back",
     "host_gone": "the host {host} was declared gone",
-    "unfit": "found when the host {host} came back, but does not fit beside the others",
+    "unfit": "was found running and cannot stay",
     "evicted": "evicted for {model}",
     "host_lost": "the host {host} is lost",
     "shutdown": "anvil-mux shut down",

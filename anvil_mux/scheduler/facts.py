@@ -123,8 +123,12 @@ class GroupFacts(Swaps):
     def adopt(self, slot: Slot, now: float, found: FoundBackend, cause: Cause | None = None) -> bool:
         """The backend ran before this program came, or was in standby (for this ``cause``).
 
-        False if it cannot stay beside those already adopted, or what it keeps has no room.
+        False if it cannot stay beside those already adopted, or what it keeps has no room. One that may not
+        stay and could not be stopped holds its GPUs until it was.
         """
+        if not found.may_stay:
+            self._refuse(slot, now)
+            return True
         return self._adopt_standby(slot, now, found, cause) if found.level else self._adopt_running(slot, now)
 
     def _adopt_running(self, slot: Slot, now: float) -> bool:
@@ -245,14 +249,21 @@ class GroupFacts(Swaps):
 
     def _find(self, slot: Slot, found: FoundBackend, now: float) -> None:
         """Adopt a backend, or have it stopped if it may not stay; until then it holds its GPUs."""
-        runs = not found.level
-        if runs and not slot.leaving:
-            slot.retry_at = now  # it runs, so its last failure says nothing any more
-        if not slot.leaving and self.adopt(slot, now, found, ADOPTED):
-            if runs:
-                slot.failed_starts = 0
+        if slot.leaving or not found.may_stay:
+            self._refuse(slot, now)
             return
+        runs = not found.level
+        if runs:
+            slot.retry_at = now  # it runs, so its last failure says nothing any more
+        if not self.adopt(slot, now, found, ADOPTED):
+            self._refuse(slot, now)
+        elif runs:
+            slot.failed_starts = 0
+
+    def _refuse(self, slot: Slot, now: float) -> None:
+        """Have a backend stopped that was found running; it holds its GPUs until then."""
         self.enter(slot, "unfit", now)
+        self.unseen.discard(slot.name)
         slot.error, slot.retry_at = "it was found running, and cannot stay", now
         cause = Cause("unfit", host=self.host.name)
         self.emit(Event(now, "stuck", slot.model, slot.name, cause=cause))

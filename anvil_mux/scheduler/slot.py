@@ -495,6 +495,8 @@ class FoundBackend:
     residual: Mapping[str, int] = field(default_factory=dict)
     """GPU id -> bytes that it holds in standby."""
     host_bytes: int = 0
+    may_stay: bool = True
+    """False: it holds its GPUs until it was stopped."""
 
 
 RUNS = FoundBackend()

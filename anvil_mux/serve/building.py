@@ -272,7 +272,9 @@ class Parts:
             with self.watches.busy(each.host for each in added):
                 running = self.adoption.fit(self.adoption.running(added))
                 refused = self._take_effect(config, keys, tls, running, (*change.changed, *change.removed))
-                self.adoption.stop_all([(each, TOO_MANY) for each in added if each.name in refused])
+                crowded = [(each, TOO_MANY) for each in added if each.name in refused]
+                if remaining := self.adoption.stop_all(crowded):
+                    self.mux.facts.adopt(remaining)
                 self.mux.facts.looked_at(refused)
         except MuxError:  # a host was lost meanwhile
             if self.config is before:

@@ -192,16 +192,19 @@ class Adoption:
 
     def _adopt(self, backend: Backend) -> None:
         if self._mux.facts.adopt(self.fit([backend])):
-            self.stop(backend, TOO_MANY)
+            self._mux.facts.adopt(self.stop_all([(backend, TOO_MANY)]))
         self._mux.facts.looked_at([backend.name])
 
-    def fit(self, running: Sequence[Backend]) -> dict[str, str | Evicted]:
-        """Find those of the backends that run that can be taken over; stop the others."""
+    def fit(self, running: Sequence[Backend]) -> dict[str, str | Evicted | Unfit]:
+        """Find those of the backends that run that can be taken over; stop the others.
+
+        Those that could not be stopped are among them, as unfit.
+        """
         stock = take_stock(self._hosts, running)
-        self.stop_all(
+        remaining = self.stop_all(
             [(each, f"{why}; the next request for {each.model} loads it anew") for each, why in stock.unfit]
         )
-        return stock.fit
+        return {**stock.fit, **remaining}
 
     def running(self, backends: Iterable[Backend]) -> list[Backend]:
         """List the ``backends`` that run; external ones always do, as far as we have to care."""
@@ -215,21 +218,33 @@ class Adoption:
         return [backend for backend in backends if backend.url or backend.name in names]
 
     def stop_orphans(self, host: str) -> None:
-        """Stop what an earlier start served on a host and the configuration has no longer."""
+        """Stop what an earlier start served on a host and the configuration has no longer.
+
+        Backends that a reload removed and that have not left yet are the scheduler's to evict.
+        """
+        leaving = {backend.name for backend in self._mux.overview.leaving() if backend.host == host}
         for orphan in self._hosts[host].orphans():
-            self.stop(orphan, sentence(Cause("removed")))
+            if orphan.name not in leaving:
+                self.stop(orphan, sentence(Cause("removed")))
 
-    def stop_all(self, pairs: Sequence[tuple[Backend, str]]) -> None:
-        """Stop engines side by side, each for a reason."""
-        side_by_side(lambda pair: self.stop(*pair), pairs)
+    def stop_all(self, pairs: Sequence[tuple[Backend, str]]) -> dict[str, Unfit]:
+        """Stop engines side by side, each for a reason; return those that could not be stopped, by name."""
+        stopped = side_by_side(lambda pair: self.stop(*pair), pairs)
+        return {
+            backend.name: Unfit(why)
+            for (backend, why), is_stopped in zip(pairs, stopped, strict=True)
+            if not is_stopped
+        }
 
-    def stop(self, backend: Backend, why: str) -> None:
-        """Stop an engine, and tell why."""
+    def stop(self, backend: Backend, why: str) -> bool:
+        """Stop an engine, and tell why; return whether that succeeded."""
         self._say(f"stopping {backend.name}: {why}")
         try:
             self._hosts.stop(backend)
         except MuxError as error:
             self._say(f"{backend.name} could not be stopped: {error.message}")
+            return False
+        return True
 
 
 # What is read there ahead of its load

@@ -45,9 +45,11 @@ from anvil_mux.host.seam import (
     PhaseTook,
     PromptsKept,
     ServiceEnded,
+    Unfit,
     WeightsRead,
 )
 from anvil_mux.multiplexer.multiplexer import Multiplexer
+from anvil_mux.scheduler.events import Cause, sentence
 from anvil_mux.scheduler.status import KeptPrompts
 from anvil_mux.scheduler.waits import Progress
 from anvil_mux.serve.files import Known, as_text
@@ -328,18 +330,24 @@ class HostWatch:
         """Find out what runs there, and make it known."""
         name, facts, overview = self.host.name, self._mux.facts, self._mux.overview
         backends = [each for each in overview.config.backends if each.host == name]
+        leaving = {each.name: each for each in overview.leaving() if each.host == name}
         if self.state == "new" or (self.state == "here" and name in self._adoption.blind):
             self._adoption.begin(name, backends)
         elif self.state == "lost":
             running = set(self.host.running())
             self._adoption.stop_orphans(name)
-            stock = take_stock(self.host, [backend for backend in backends if backend.name in running])
-            self._adoption.stop_all(stock.unfit)  # what is not found holds nothing
-            facts.host_back(name, stock.fit)
+            there = [each for each in backends if each.name in running and each.name not in leaving]
+            stock = take_stock(self.host, there)
+            remaining = self._adoption.stop_all(stock.unfit)
+            # An agent that was started anew does not list backends that the configuration has no longer.
+            still_running = [each for each in leaving.values() if self.host.ended(each) is None]
+            remaining |= {each.name: Unfit(sentence(Cause("removed"))) for each in still_running}
+            facts.host_back(name, {**stock.fit, **remaining})  # every other backend holds nothing
         elif self._is_unknown:
             running = set(self.host.running())
             for backend, _ in overview.serving(name):
-                if backend.name not in running:  # it ended while nobody saw it
+                is_leaving = backend.name in leaving and self.host.ended(backend) is None
+                if backend.name not in running and not is_leaving:  # it ended while nobody saw it
                     facts.died(backend.name, "ended while its agent was away")
         if self.state == "away":
             self._mux.tell(self._mux.scheduler.host_away, name, away=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -338,9 +337,13 @@ def test_an_engine_that_is_said_to_be_elsewhere_than_on_its_host_is_never_asked(
     assert agent.host.answers(A, 1.0) is False
 
 
+def test_the_orphans_of_a_host_are_its_own(agent):
+    """On its own machine a host has no name, and it has no say about others."""
+    agent.answers["orphans"] = lambda: [Backend("a", "a"), Backend("b", "b", host="other")]
+    assert agent.host.orphans() == [Backend("a", "a", host="h"), Backend("b", "b", host="h")]
+
+
 def test_a_host_speaks_of_its_own_backends_and_gpus_alone(agent):
-    agent.answers["orphans"] = lambda: [A, replace(A, name="b", host="other")]
-    assert agent.host.orphans() == [A]
     lies = Evicted("sleep", {"0": 5, "1": 7, "2": -1}, -3, {"0": -1})
     agent.answers["result"] = results(lies, lies, lies)
     asleep = Evicted("sleep", {"0": 5})

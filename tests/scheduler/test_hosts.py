@@ -277,6 +277,17 @@ def test_what_was_found_beside_another_and_cannot_stay_is_stopped_before_anythin
     assert fleet.evicted("b", 3.0) == ["evict a"]
 
 
+def test_what_runs_and_may_not_stay_holds_its_gpus_until_it_is_stopped():
+    fleet = Fleet(on("", "a"), on("", "b"))
+    fleet.core.expected(["a", "b"])
+    asked = fleet.request("b", 0.0)
+    fleet.core.looked_at("b", 1.0)
+    assert fleet.take(fleet.core.adopted("a", 1.0, FoundBackend(may_stay=False))) == ["evict a"]
+    assert fleet.state("a") == "evicting"
+    assert fleet.evicted("a", 2.0) == ["load b"]
+    assert not asked.error
+
+
 def test_a_host_that_is_declared_gone_holds_nothing_and_is_still_lost():
     fleet = Fleet(on("h", "a"))
     fleet.with_resident("a", 0.0, 1.0)

@@ -7,7 +7,7 @@ from anvil_mux.cluster.cluster import Cluster
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError
 from anvil_mux.host.hosts import Hosts
-from anvil_mux.host.seam import Awake
+from anvil_mux.host.seam import Awake, Unfit
 from anvil_mux.serve.hosts import Adoption, ConfiguredHosts
 from anvil_mux.serve.watches import HostWatches
 from tests.cluster.test_cluster import Machines
@@ -66,7 +66,9 @@ def test_what_cannot_be_seen_at_the_start_is_taken_over_later_and_nothing_is_beg
         stop=lambda backend: told.append(("stop", [backend.name])),
     )
     facts = SimpleNamespace(expect=tell("expect"), looked_at=tell("looked at"), adopt=tell("adopt"))
-    adoption = Adoption(Hosts({"": host, "h": host}), SimpleNamespace(facts=facts), said.append)
+    overview = SimpleNamespace(leaving=list)
+    mux = SimpleNamespace(facts=facts, overview=overview)
+    adoption = Adoption(Hosts({"": host, "h": host}), mux, said.append)
     adoption.begin("h", [replace(A, host="h")])
     assert (told, said) == ([("looked at", ["a"])], ["cannot see what runs already on h: Docker is away"])
     told.clear()
@@ -88,3 +90,60 @@ def test_what_cannot_be_seen_at_the_start_is_taken_over_later_and_nothing_is_beg
         ("adopt", ["a"]),
         ("looked at", ["a"]),
     ]
+
+
+class Machine:
+    """A host with engines that run; ``stubborn`` ones cannot be stopped."""
+
+    def __init__(self, found, orphans=(), stubborn=()):
+        self.found = found
+        self.orphans = lambda: list(orphans)
+        self.stubborn = stubborn
+        self.stopped = []
+
+    def running(self):
+        return list(self.found)
+
+    def adopt(self, backend):
+        return self.found[backend.name]
+
+    def stop(self, backend):
+        if backend.name in self.stubborn:
+            raise BackendError("it does not end")
+        self.stopped.append(backend.name)
+
+
+def adopting(machine, *, leaving=(), refused=()):
+    """An adoption of what runs on a machine, and what the scheduler is told about it."""
+    told = []
+
+    def adopt(found):
+        told.append(dict(found))
+        return [name for name in found if name in refused and found[name] == "http://" + name]
+
+    facts = SimpleNamespace(adopt=adopt, looked_at=lambda names: None, expect=lambda names: None)
+    mux = SimpleNamespace(facts=facts, overview=SimpleNamespace(leaving=lambda: list(leaving)))
+    return Adoption(Hosts({"": machine}), mux, lambda text: None), told
+
+
+def test_an_engine_that_cannot_stay_and_cannot_be_stopped_keeps_its_gpus():
+    machine = Machine({"a": Unfit("it does not answer"), "b": Awake("http://b")}, stubborn=("a", "b"))
+    adoption, told = adopting(machine, refused=("b",))
+    adoption.begin("", [A, B])
+    assert {name: type(found).__name__ for each in told for name, found in each.items()} == {
+        "a": "Unfit",
+        "b": "Unfit",
+    }
+    machine.stubborn = ()
+    told.clear()
+    adoption.begin("", [A, B])
+    assert {"b": "http://b"} in told
+    assert not [found for each in told for found in each.values() if isinstance(found, Unfit)]
+    assert sorted(machine.stopped) == ["a", "b"]
+
+
+def test_an_orphan_that_a_reload_removed_and_that_drains_is_left_to_the_scheduler():
+    machine = Machine({}, orphans=[OLD, B])
+    adoption, _ = adopting(machine, leaving=[B])
+    adoption.begin("", [A])
+    assert machine.stopped == ["old"]

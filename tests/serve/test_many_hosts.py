@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from anvil_mux.cli.main import main
+from tests.host.test_processes import gone, running
 from tests.running import Running, seen, serve, serving
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -113,6 +114,50 @@ def test_a_killed_anvil_mux_finds_its_engines_on_all_hosts_and_reads_their_logs_
         assert mux.chat("more")[0] == 200
         assert code_of(mux.chat("far")[2]) == "model_not_found"
         assert seen(lambda: ready(mux), lambda names: len(names) == 2) == ["here", "more.gamma.0"]
+
+
+def engines_of(state, host):
+    """The processes of engines that a simulated host has records of, by backend."""
+    folder = state / "anvil-mux" / "simulated-hosts" / host / "anvil-mux"
+    records = folder.glob("many-hosts-*/*.json")
+    pids = {record.stem: json.loads(record.read_text())["pid"] for record in records}
+    return {name: pid for name, pid in pids.items() if running(pid)}
+
+
+OTHER = {"here": SERVICES["here"], "other": service("other", hosts=["beta"], gpu_count=1)}
+
+
+def test_an_engine_elsewhere_that_the_file_no_longer_has_is_ended_by_the_next_start(file, tmp_path):
+    state = tmp_path / "state"
+    with serving(file, "--cluster", "local", state=state, on_exit="keep") as mux:
+        assert mux.chat("far")[0] == 200, mux.output
+    engine = engines_of(state, "beta")["far.beta.0"]
+    write(file, OTHER)
+    with serving(file, "--cluster", "local", state=state) as mux:
+        mux.tells("stopping far.beta.0: removed from the configuration")
+        gone(engine)
+        assert mux.chat("other")[0] == 200, mux.output
+        assert set(engines_of(state, "beta")) == {"other.beta.0"}
+
+
+def test_an_engine_that_a_reload_removed_from_a_lost_host_ends_before_another_has_its_gpu(file, tmp_path):
+    state = tmp_path / "state"
+    with serving(file, "--cluster", "local", state=state) as mux:
+        host = int(mux.tells(r"host beta is process (\d+)")[1])
+        assert mux.chat("far")[0] == 200, mux.output
+        engine = engines_of(state, "beta")["far.beta.0"]
+        for pid in (host, engine):
+            os.kill(pid, signal.SIGSTOP)
+        mux.tells("host beta is lost")
+        write(file, OTHER)
+        assert mux.request("POST", "/reload", {})[0] == 200
+        for pid in (engine, host):
+            os.kill(pid, signal.SIGCONT)
+        status, _, text = seen(lambda: mux.chat("other"), lambda answer: answer[0] == 200)
+        assert status == 200, text
+        gone(engine)
+        assert set(engines_of(state, "beta")) == {"other.beta.0"}
+        assert not [line for line in mux.output if "not found when" in line], mux.output
 
 
 def says_who_is_away(mux: Running) -> None:

@@ -29,6 +29,9 @@ class House:
         self.answering = set()
         self.heard = set()
         self.running = []
+        self.leaving = []
+        self.ended = set()
+        self.stubborn = {}
         self.found = {}
         tell = self._tell
         facts = SimpleNamespace(
@@ -40,18 +43,20 @@ class House:
         overview = SimpleNamespace(
             config=Config((A, B, C, Backend("external", "e"))),
             serving=lambda host: [(each, (each.name, 1)) for each in self.serving],
+            leaving=lambda: list(self.leaving),
         )
         self.host = SimpleNamespace(
             name="h",
             contact=self.contact,
             running=lambda: [each.name for each in self.running],
             adopt=lambda backend: self.found[backend.name],
+            ended=lambda backend: "exited with code 1" if backend.name in self.ended else None,
             given_up=tell("given up"),
             is_way_open=lambda: self.way_is_open,
         )
         self.blind = set()
         adoption = SimpleNamespace(
-            begin=tell("adopt"), stop_orphans=tell("stop orphans"), stop_all=tell("stop"), blind=self.blind
+            begin=tell("adopt"), stop_orphans=tell("stop orphans"), stop_all=self.stop_all, blind=self.blind
         )
         news = SimpleNamespace(begin_anew=lambda: None, read=self.read)
         monkeypatch.setattr(watches, "is_there", lambda address, limit: address[0] in self.answering)
@@ -73,6 +78,10 @@ class House:
 
     def _tell(self, what):
         return lambda *about: self.told.append((what, *about))
+
+    def stop_all(self, pairs):
+        self.told.append(("stop", pairs))
+        return self.stubborn
 
     def contact(self):
         if not self.agent_answers:
@@ -181,6 +190,32 @@ def test_a_lost_host_that_is_back_is_taken_stock_of_before_anything_is_begun(hou
         ("back", "h", {"a": "http://h:1", "b": asleep}),
     ]
     assert house.watch.state == "here"
+
+
+def test_an_unfit_engine_that_cannot_be_stopped_keeps_its_gpus_on_a_host_that_is_back(house):
+    house.agent_answers, house.answering = False, set()
+    house.turns(10.0)
+    house.agent_answers, house.running = True, [A]
+    house.found = {"a": Unfit("it does not answer")}
+    house.stubborn = {"a": Unfit("it does not answer")}
+    assert house.turns(1.0)[-1] == ("back", "h", {"a": Unfit("it does not answer")})
+
+
+def test_what_a_reload_removed_from_a_lost_host_keeps_its_gpus_until_it_is_stopped(house):
+    house.agent_answers, house.answering = False, set()
+    house.turns(10.0)
+    house.agent_answers, house.instance = True, 2
+    house.leaving, house.ended = [B, C], {"c"}
+    assert house.turns(1.0)[-1] == (
+        "back",
+        "h",
+        {"b": Unfit("removed from the configuration")},
+    )
+
+
+def test_what_a_reload_removed_runs_on_though_a_new_agent_does_not_list_it(house):
+    house.instance, house.leaving, house.ended = 2, [A, B], {"b"}
+    assert house.turns(1.0) == [("died", "b", "ended while its agent was away")]
 
 
 def test_a_host_that_was_not_there_at_the_start_comes_like_one_that_was_lost(monkeypatch):
