@@ -21,6 +21,8 @@ from anvil_mux.protocol.http1 import parse_fields
 
 MAX_JSON_PARSED = 256 * 1024
 MAX_MODEL_NAME = 512
+STEP = 1024 * 1024
+"""Bytes of a large body that are read at once: other threads get their turns in between."""
 MAX_STRINGS = 1_000_000
 MAX_PART_HEAD = 8 * 1024
 MAX_PARTS = 1000
@@ -48,7 +50,9 @@ _RUN = re.compile(rb'[^"\\]*(?:\\.[^"\\]*){0,500}', re.DOTALL)
 _MAX_KEY = 6 * len("context_window_fallbacks") + 2
 """The longest key of interest, with every character escaped, and its quotes."""
 _MORE_MODELS = re.compile(r"models|(?:\w+_)?fallbacks", re.IGNORECASE)
-_MAY_HAVE_MORE = re.compile(rb'(?i:models|fallbacks)"|\\u')
+_MORE_MARKS = (b'models"', b'fallbacks"', b"\\u")
+"""Parts of a body of which one is there, in small letters, if a key of it is ``_MORE_MODELS``."""
+_LONGEST_MARK = max(map(len, _MORE_MARKS))
 
 
 def model_and_stream(body: bytes | bytearray) -> tuple[str | None, bool]:
@@ -193,12 +197,20 @@ def refuse_more_models(body: bytes | bytearray) -> None:
     fails.
     """
     opening = _START.match(body)
-    if opening is None or not _MAY_HAVE_MORE.search(body):
+    if opening is None or not _may_have_more_models(body):
         return
     for key, _ in _top_level_keys(body, opening.end()):
         if _MORE_MODELS.fullmatch(key):
             text = f"`{key}` may name other models of the server; that needs a key with `admin`"
             raise BadRequest(text, param=key, status=403)
+
+
+def _may_have_more_models(body: bytes | bytearray) -> bool:
+    for start in range(0, len(body), STEP):
+        piece = body[start : start + STEP + _LONGEST_MARK].lower()
+        if any(mark in piece for mark in _MORE_MARKS):
+            return True
+    return False
 
 
 def _not_an_object() -> BadRequest:
@@ -217,10 +229,9 @@ def _check_utf8(body: bytes | bytearray) -> None:
     if body.isascii():
         return
     decoder = codecs.getincrementaldecoder("utf-8")()
-    step = 1024 * 1024
     try:
-        for start in range(0, len(body), step):
-            decoder.decode(body[start : start + step], start + step >= len(body))
+        for start in range(0, len(body), STEP):
+            decoder.decode(body[start : start + STEP], start + STEP >= len(body))
     except UnicodeDecodeError:
         raise BadRequest("the body is not UTF-8", param="body") from None
 
@@ -261,10 +272,13 @@ def _top_level_keys(body: bytes | bytearray, position: int) -> Iterator[tuple[st
 
 
 def _depth(body: bytes | bytearray, start: int, end: int) -> int:
-    count = body.count
-    return (
-        count(b"{", start, end) + count(b"[", start, end) - count(b"}", start, end) - count(b"]", start, end)
-    )
+    depth, count = 0, body.count
+    while start < end:
+        stop = min(start + STEP, end)
+        depth += count(b"{", start, stop) + count(b"[", start, stop)
+        depth -= count(b"}", start, stop) + count(b"]", start, stop)
+        start = stop
+    return depth
 
 
 def _string_end(body: bytes | bytearray, start: int) -> int:

@@ -370,3 +370,19 @@ def test_more_or_less_than_one_document_is_refused_also_on_the_quick_path(body):
 def test_a_key_that_only_some_servers_read_as_the_model_is_refused(key, filling):
     with pytest.raises(BadRequest, match="is written `model`"):
         naming.model_and_stream(b'{"model":"a",%b"%b":"b"}' % (filling, key))
+
+
+@pytest.mark.parametrize("key", ["models", "Fallbacks", "context_fallbacks", "mod\\u0065ls"])
+@pytest.mark.parametrize("shift", range(-14, 3))
+def test_a_key_that_names_more_models_is_found_wherever_a_large_body_is_cut(key, shift):
+    filling = "x" * (naming.STEP + shift - len('{"a":"",'))
+    body = f'{{"a":"{filling}","{key}":[]}}'.encode()
+    with pytest.raises(BadRequest, match="may name other models"):
+        naming.refuse_more_models(body)
+    naming.refuse_more_models(f'{{"a":"{filling}","model":"m"}}'.encode())
+
+
+def test_brackets_of_a_large_body_are_counted_over_its_pieces():
+    inner = "[" + "1," * naming.STEP + "[{}]]"
+    body = f'{{"x":{inner},"model":"m","y":{inner}}}'.encode()
+    assert naming.model_and_stream(body) == ("m", False)
