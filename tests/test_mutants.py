@@ -118,8 +118,8 @@ MUTANTS = {
     ),
     "a swap for nobody is not reprieved": (
         "scheduler/swaps",
-        "if target and not (swap.begun or self._is_still_wanted(swap, target, now)):\n",
-        "if False:\n",
+        "            if not self._is_still_wanted(swap, now):\n",
+        "            if False:\n",
     ),
     "the moment at which another replica is worth its load is forgotten": (
         "policies",

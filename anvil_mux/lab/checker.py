@@ -328,13 +328,11 @@ class _Checker:
         return self._then.pins.get(event.model, self._slots[event.backend].pinned)
 
     def _judge_begin(self, target: str, event: Event) -> None:
-        wanted = self._is_wanted(target) or target in self._then.begun
-        self._claim(wanted, event, f"nobody waits for {target}")
+        self._claim(self._is_wanted(target), event, f"nobody waits for {target}")
 
     def _judge_load(self, event: Event) -> None:
         preload = event.cause is not None and event.cause.kind in PRELOADS
-        wanted = preload or self._is_wanted(event.model) or event.model in self._then.begun
-        self._claim(wanted, event, "nobody waits for it")
+        self._claim(preload or self._is_wanted(event.model), event, "nobody waits for it")
         self._claim(event.at >= self._backends[event.backend].retry_at, event, "before its cool-down ended")
         for gpu in self._slots[event.backend].holds:
             there = [n for n in self._of_gpu[gpu] if n == event.backend or self._backends[n].state in HOLDING]

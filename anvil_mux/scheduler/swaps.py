@@ -1,10 +1,11 @@
 """How swaps begin, go on and end, and how backends move in them: from state to state, step by step.
 
-After each eviction of a swap the room is looked at again: no backend is evicted that need not be. A swap that
-only drains is dissolved as soon as no request waits for its target, or another replica is loaded for them on
-GPUs that nobody holds, and its victims are reprieved; one begun is finished, unless its load is cancelled. A
-queue of higher priority takes over a swap that only drains (``takeover``). After a failed load there is no
-rollback: the backend is stopped, and the next question serves the queues.
+Before each further eviction of a swap and before its load, the room and the queue are checked again.
+No backend is evicted that need not be. A swap whose target no request waits for any more ends: victims
+that drain are reprieved, those that are being evicted are waited for, and a target in standby stays
+there. A swap that only drains also ends as soon as another replica is loaded for its queue on GPUs
+that nobody holds. A queue of higher priority takes over a swap that only drains (``takeover``). After a
+failed load there is no rollback: the backend is stopped, and the next step serves the queues.
 
 ``enter`` is the only caller of ``Slot.enter``. The rest of the GPU group is brought up to date at once: the
 backends that are ready, the in-flight tracker, requests that wait for a place, the plans.
@@ -141,8 +142,11 @@ class Swaps(Admission):
     # Go on
 
     def advance(self, now: float) -> Step | None:
-        """The next step of the swaps under way."""
+        """Return the next step of the swaps under way; end those whose target is no longer wanted."""
         for swap in tuple(self.swaps):
+            if not self._is_still_wanted(swap, now):
+                self.call_off(swap, now)
+                continue
             # Nothing is evicted on a host that is away, but a load may begin elsewhere.
             is_steered = self.host.is_steered
             step = self._go_on(swap, now) if is_steered else self._go_elsewhere(swap, now)
@@ -153,9 +157,6 @@ class Swaps(Admission):
     def _go_on(self, swap: SwapInProgress, now: float) -> Step | None:
         """The next step of one swap."""
         target = swap.target
-        if target and not (swap.begun or self._is_still_wanted(swap, target, now)):
-            self.dissolve(swap, now)
-            return None
         if step := self._cancel(swap, now) or self._evict_next(swap, now):
             return step
         if swap.victims:
@@ -172,8 +173,14 @@ class Swaps(Admission):
     def _is_wanted(self, target: Slot) -> bool:
         return bool(self.models[target.model].queue.tickets)
 
-    def _is_still_wanted(self, swap: SwapInProgress, target: Slot, now: float) -> bool:
-        """Whether a swap is to begin: requests wait for its target, or at busy replicas, or none need to."""
+    def _is_still_wanted(self, swap: SwapInProgress, now: float) -> bool:
+        """Return whether a swap goes on: its load is under way, or requests wait for its target.
+
+        Requests that wait at busy replicas count for another replica; a preload needs none.
+        """
+        target = swap.target
+        if target is None or target.state in LOADING:
+            return True
         if self._is_wanted(target) or swap.cause.kind in PRELOADS:
             return True
         return swap.preload and bool(behind(self.models[target.model], now))
@@ -199,7 +206,7 @@ class Swaps(Admission):
         """Have a swap that only drains go on for a queue of higher priority.
 
         The drains of those that go for it, too, end when they would have ended. This comes to an end: a drain
-        goes on for none but a queue of higher priority, and a swap that has begun is finished.
+        goes on for none but a queue of higher priority, and a swap that has evicted is not taken over.
         """
         swap, target, more = found
         self.changed()

@@ -192,7 +192,7 @@ class Situation:
         self.backends: dict[str, BackendRecord] = {}
         self.queues: dict[str, QueueRecord] = {}
         self.begun: set[str] = set()
-        """Models whose swap has evicted somebody, until their load begins."""
+        """Models whose swap has evicted a backend, until their load begins or their queue is empty."""
         self.pins: dict[str, bool] = {}
         """Model -> whether it was pinned or unpinned by hand last."""
         self.is_paused = False
@@ -257,6 +257,8 @@ class Situation:
         queue = self.queue(event.model)
         queue.tickets.pop(event.ticket, None)
         queue.only.pop(event.ticket, None)
+        if not queue.tickets:
+            self.begun.discard(event.model)
         if event.kind == "leased":
             leases = self.backend(event.backend, event.model).leases
             if event.size > len(leases):  # else it only wanted the model loaded

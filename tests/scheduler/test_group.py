@@ -169,11 +169,58 @@ def test_a_victim_that_only_drains_is_reprieved_when_nobody_waits_any_more():
     driver.sound()
 
 
-def test_a_swap_that_has_begun_is_finished_even_for_nobody():
+def test_swap_whose_queue_left_while_victim_is_evicted_loads_nothing():
+    driver = Driver(A, B).with_resident("a")
+    waiting = driver.request("b", 1.0)
+    assert driver.steps(1.0) == ["evict a"]
+    assert driver.give_up(waiting, 2.0) == []
+    assert driver.evicted("a", 3.0) == []
+    assert driver.states() == {"a": "stopped", "b": "stopped"}
+    driver.sound()
+
+
+def test_swap_whose_queue_left_reprieves_the_victim_that_drains():
+    """A stream of y is not severed for tp, whose only client left after the other victim was evicted."""
+    x, y, tp = backend("x"), backend("y", "1"), backend("tp", "0", "1")
+    driver = Driver(x, y, tp).with_resident("x").with_resident("y")
+    stream, waiting = driver.request("y", 1.0), driver.request("tp", 2.0)
+    assert (driver.steps(2.0), driver.states()["y"]) == (["evict x"], "draining")
+    assert (driver.give_up(waiting, 3.0), driver.states()["y"]) == ([], "ready")
+    later = driver.request("y", 4.0)
+    assert driver.evicted("x", 5.0) == []
+    assert set(driver.core.slots["y"].holders) == {stream, later}
+    driver.sound()
+
+
+def test_swap_whose_queue_left_keeps_its_target_in_standby():
+    asleep = backend("b", evict_to=("sleep", "stop"))
+    driver = Driver(A, asleep).with_resident("a")
+    driver.core.slots["b"].enter("adopt_standby", 0.0)
+    driver.core.slots["b"].keep_in_standby("sleep", {}, 0)
+    waiting = driver.request("b", 1.0)
+    assert driver.steps(1.0) == ["evict a"]
+    driver.core.give_up(waiting, 2.0)
+    assert driver.evicted("a", 3.0) == []
+    assert (driver.state("b"), driver.core.slots["b"].level) == ("standby", "sleep")
+
+
+def test_swap_whose_queue_left_serves_the_victim_that_is_asked_again():
     driver = Driver(A, B).with_resident("a")
     waiting = driver.request("b", 1.0)
     assert driver.steps(1.0) == ["evict a"]
     driver.core.give_up(waiting, 2.0)
+    assert driver.asked("a", 2.5) == []
+    assert driver.evicted("a", 3.0) == ["load a"]
+    assert driver.loaded("a", 4.0) == []
+    driver.sound()
+
+
+def test_swap_whose_queue_left_and_came_back_is_begun_again():
+    driver = Driver(A, B).with_resident("a")
+    waiting = driver.request("b", 1.0)
+    assert driver.steps(1.0) == ["evict a"]
+    driver.give_up(waiting, 2.0)
+    assert driver.asked("b", 2.5) == []
     assert driver.evicted("a", 3.0) == ["load b"]
     assert driver.loaded("b", 4.0) == []
     driver.sound()
