@@ -6,6 +6,7 @@ seconds on one monotonic scale; ``wall`` translates a moment for people.
 
 A thread that does one small thing again and again in the background is a ``Worker``, and always in real time.
 What goes wrong in a turn ends the turn and never the thread; ``mistakes`` tells of it until a turn succeeds.
+A thread that the program needs all the time is ``essential``: an error that ends it ends the program.
 
 Times and counts that come from outside, in requests or in files, are read by ``seconds_in`` and ``count_in``,
 which look at a few characters; a time is at most a year.
@@ -47,6 +48,13 @@ _I = TypeVar("_I")
 _mistakes: dict[str, str] = {}
 
 
+def _go_on(thread: str) -> None:
+    """Do nothing; ``watch_threads`` replaces this."""
+
+
+_end_program: Callable[[str], object] = _go_on
+
+
 def seconds_in(text: str) -> float | None:
     """The seconds that a text says: a number of them, or a time as Go writes it, such as 1h30m; None for any
     other text.
@@ -72,29 +80,50 @@ def mistakes() -> dict[str, str]:
     return dict(_mistakes)
 
 
-def watch_threads() -> None:
-    """Note, for ``mistakes``, every thread that ends of a mistake."""
+def watch_threads(end_program: Callable[[str], object]) -> None:
+    """Note, for ``mistakes``, every thread that ends by an error.
+
+    ``end_program`` is called with the name of one that is ``essential``, in that thread.
+    """
+    global _end_program
+    _end_program = end_program
 
     def ended(about: threading.ExceptHookArgs) -> None:
-        name = about.thread.name if about.thread else "?"
-        log.error("the thread %s has ended", name, exc_info=about.exc_value)
-        _mistakes[name] = f"ended: {_in_words(about.exc_value)}"
+        _note_end(about.thread.name if about.thread else "?", about.exc_value)
 
     threading.excepthook = ended
+
+
+def essential(name: str, run: Callable[[], object]) -> Callable[[], None]:
+    """Return ``run`` as the life of a thread that the program cannot live without."""
+
+    def life() -> None:
+        try:
+            run()
+        except BaseException as error:
+            _note_end(name, error)
+            _end_program(name)
+
+    return life
+
+
+def _note_end(thread: str, error: BaseException | None) -> None:
+    log.error("the thread %s has ended", thread, exc_info=error)
+    _mistakes[thread] = f"ended: {_in_words(error)}"
 
 
 def safely(thread: str, do: Callable[[], _T], default: _D) -> _T | _D:
     """Take a turn of ``thread``, and return what it returns; ``default`` after a mistake, which is told."""
     try:
         found = do()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit() in a plug-in ends no thread of ours
         note_mistake(thread, error)
         return default
     _mistakes.pop(thread, None)
     return found
 
 
-def note_mistake(thread: str, error: Exception) -> None:
+def note_mistake(thread: str, error: BaseException) -> None:
     """Log what went wrong with a part of a turn of ``thread``, and have ``mistakes`` tell it for a while."""
     log.error("a mistake in the thread %s", thread, exc_info=error)
     _mistakes[thread] = _in_words(error)

@@ -8,7 +8,17 @@ import threading
 
 import pytest
 
-from anvil_mux.clock import Clock, Worker, count_in, mistakes, seconds_in, watch_threads
+from anvil_mux import clock
+from anvil_mux.clock import (
+    Clock,
+    Worker,
+    count_in,
+    essential,
+    mistakes,
+    safely,
+    seconds_in,
+    watch_threads,
+)
 
 GUARD = 20.0
 LONG = 3600.0
@@ -171,10 +181,35 @@ def test_no_wait_is_too_long_for_a_latch_or_a_condition(seconds):
 
 def test_a_thread_that_ends_of_a_mistake_is_told(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
-    watch_threads()
-    thread = Clock().spawn(lambda: [][0], "fated")
-    thread.join(GUARD)
+    monkeypatch.setattr(clock, "_end_program", clock._end_program)
+    ended = []
+    watch_threads(ended.append)
+    Clock().spawn(lambda: [][0], "fated").join(GUARD)
     assert mistakes() == {"fated": "ended: IndexError: list index out of range"}
+    assert ended == []
+
+
+@pytest.mark.parametrize("error", [IndexError, SystemExit, GeneratorExit])
+def test_an_essential_thread_that_ends_by_an_error_ends_the_program(monkeypatch, error):
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setattr(clock, "_end_program", clock._end_program)
+    ended = []
+    watch_threads(ended.append)
+
+    def run() -> None:
+        raise error
+
+    Clock().spawn(essential("vital", run), "vital").join(GUARD)
+    Clock().spawn(essential("done", lambda: None), "done").join(GUARD)
+    assert ended == ["vital"]
+
+
+def test_a_plug_in_that_calls_exit_ends_no_worker():
+    def turn() -> float:
+        raise SystemExit
+
+    assert safely("patient", turn, None) is None
+    assert mistakes() == {"patient": "SystemExit: "}
 
 
 @pytest.mark.parametrize(

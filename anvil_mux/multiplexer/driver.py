@@ -30,7 +30,7 @@ from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from anvil_mux.clock import AFTER_MISTAKE_SECONDS, Clock, Latch, Lock, safely
+from anvil_mux.clock import AFTER_MISTAKE_SECONDS, Clock, Latch, Lock, essential, safely
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Key
 from anvil_mux.errors import Cancelled, LoadError, MuxError, TooManyRequests
@@ -145,6 +145,7 @@ class SchedulerDriver:
         self._jobs: deque[Job] = deque()
         self._ask_at = -FOREVER
         """The moment at which time has to have passed."""
+        self._is_asked_to_turn = False
         self._closed = False
 
     def _take(self, config: Config) -> None:
@@ -234,7 +235,17 @@ class SchedulerDriver:
 
     def start(self) -> None:
         """Begin; the threads run on the CPUs of the thread that calls this."""
-        self.clock.spawn(self._run, "scheduler")
+        self.clock.spawn(essential("scheduler", self._run), "scheduler")
+
+    def has_turned(self) -> bool:
+        """Return whether the thread ``scheduler`` has come by since the last call, and ask it to again.
+
+        For one caller, which calls now and then.
+        """
+        with self.lock:
+            has_turned, self._is_asked_to_turn = not self._is_asked_to_turn, True
+            self._changed.notify()
+            return has_turned
 
     def ask_at(self, moment: float) -> None:
         """Set the moment at which time has to have passed. Under the lock."""
@@ -256,8 +267,10 @@ class SchedulerDriver:
     def _turn(self) -> bool:
         """Begin a job, or say that time has passed, once that is due; True, also where it is closed."""
         with self.lock:
+            self._is_asked_to_turn = False
             while not (self._jobs or self._closed or self._ask_at <= self.clock.now()):
                 self._changed.wait(None if self._ask_at == FOREVER else self._ask_at - self.clock.now())
+                self._is_asked_to_turn = False
             if self._closed:
                 return True
             job = self._jobs.popleft() if self._jobs else None

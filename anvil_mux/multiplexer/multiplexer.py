@@ -188,6 +188,7 @@ class Multiplexer:
             close_idle=close_idle,
         )
         self.scheduler, self.tell = self._driver.scheduler, self._driver.tell
+        self.has_turned = self._driver.has_turned
         self._layout = self.scheduler.layout
         self._lock = self._driver.lock
         self.counts = self._driver.counts

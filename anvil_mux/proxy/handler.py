@@ -269,7 +269,7 @@ class Local:
             LocalRoute(READ, "/", STATE, front),
             LocalRoute(READ, "/health", NO_KEY, partial(Reply.fresh, kind=TEXT, body=b"OK\n"), is_quiet=True),
             LocalRoute(READ, "/healthz", STATE, probes.healthz, is_quiet=True),
-            LocalRoute(READ, "/livez", NO_KEY, partial(Reply.fresh, kind=TEXT, body=b"ok\n"), is_quiet=True),
+            LocalRoute(READ, "/livez", NO_KEY, probes.livez, is_quiet=True),
             LocalRoute(READ, "/readyz", NO_KEY, probes.readyz, is_quiet=True),
             LocalRoute(READ, "/metrics", STATE, probes.metrics, is_quiet=True),
             LocalRoute(FOLLOW, "/events", STATE, page.events),

@@ -8,6 +8,8 @@ to their clients and wakes the thread of a stream at its end.
 Rules:
 
 * A stream belongs to the pump's thread from ``relay`` until ``relay`` returns; others may only ``cut`` it.
+* The pump's thread alone registers and unregisters descriptors, and ``relay`` returns when neither of a
+  stream's is registered any more. A stream ends once.
 * Events are hints. Sockets are used with MSG_DONTWAIT, and readiness that turns out to be false is ignored.
 * The threads of ended streams are woken after the batch of events in which they ended: until then nobody
   closes a descriptor, so no number in the batch can have come to mean another stream.
@@ -30,11 +32,12 @@ import threading
 import time
 from _thread import allocate_lock
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from socket import MSG_DONTWAIT, socket
 
-from anvil_mux.clock import note_mistake, safely
+from anvil_mux.clock import essential, note_mistake, safely
 from anvil_mux.errors import BackendError
 from anvil_mux.protocol import http1
 from anvil_mux.proxy.connections import Stall
@@ -49,6 +52,8 @@ REST_OF_NUMBER = 64
 """Bytes that may lack of a figure when a read ends within it, its name included."""
 
 SWEEP_SECONDS = 1.0
+PULSE_SECONDS = 10.0
+"""The pump's thread, which comes by once a second, hangs if it did not for so long."""
 UPSTREAM = select.EPOLLIN
 CLIENT = select.EPOLLRDHUP
 LEFT = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
@@ -196,23 +201,36 @@ class Pump:
         self._begin_thread = begin_thread
         self._epoll = select.epoll()
         self._streams: dict[int, PumpedStream] = {}
-        """The streams by both descriptors. Their threads add, the pump's thread removes."""
+        """The streams by both descriptors. Only the pump's thread changes it."""
         self._ended: list[PumpedStream] = []
+        self._lock = threading.Lock()
+        # The lock guards these two.
+        self._arriving: list[PumpedStream] = []
+        """The streams that were handed over and are not registered yet."""
+        self._is_closed = False
+        self._pulse = time.monotonic()
+        """The moment at which the pump's thread last came by."""
         self._wake = os.eventfd(0)
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._thread = threading.Thread(target=self._run, name="pump", daemon=True)
+        self._thread = threading.Thread(target=essential("pump", self._run), name="pump", daemon=True)
         self._thread.start()
 
     def __len__(self) -> int:
         return len(self._streams) // 2
 
+    @property
+    def hangs(self) -> bool:
+        """Whether the thread has not come by for ``PULSE_SECONDS``. Any thread."""
+        return not self._is_closed and time.monotonic() - self._pulse > PULSE_SECONDS
+
     def relay(self, stream: PumpedStream) -> End:
-        """Blocks until the body of ``stream`` has ended; both sockets stay open."""
-        up, client = stream.upstream.fileno(), stream.client.fileno()
-        stream.active = time.monotonic()
-        self._streams[up] = self._streams[client] = stream
-        self._epoll.register(client, CLIENT)
-        self._epoll.register(up, UPSTREAM)
+        """Block until the body of ``stream`` has ended, and return how; both sockets stay open."""
+        with self._lock:
+            if self._is_closed:
+                return End.SEVERED
+            if not self._arriving:
+                os.eventfd_write(self._wake, 1)
+            self._arriving.append(stream)
         stream.woken.acquire()
         assert stream.end is not None
         return stream.end
@@ -222,8 +240,10 @@ class Pump:
         return any(stream.is_from(address, since) for stream in set(self._streams.copy().values()))
 
     def close(self) -> None:
-        """Ends the thread; streams that still run are severed."""
-        os.eventfd_write(self._wake, 1)
+        """End the thread; streams that still run are severed."""
+        with self._lock:
+            self._is_closed = True
+            os.eventfd_write(self._wake, 1)
         self._thread.join()
         os.close(self._wake)
         self._epoll.close()
@@ -233,20 +253,39 @@ class Pump:
         poll, clock, streams, ended = self._epoll.poll, time.monotonic, self._streams, self._ended
         sweep_at = 0.0
         wake = self._wake
-        while True:
+        while not self._is_closed:
             events = poll(SWEEP_SECONDS)
-            now = clock()
+            self._pulse = now = clock()
             for descriptor, event in events:
                 stream = streams.get(descriptor)
                 if stream is not None:
                     self._move(stream, descriptor, event, now)
                 elif descriptor == wake:
-                    return self._close_all()
+                    self._register_arriving(now)
             if now >= sweep_at:
-                safely(self._thread.name, partial(self._sweep, now), None)
+                safely("pump", partial(self._sweep, now), None)
                 sweep_at = now + SWEEP_SECONDS
             while ended:
                 ended.pop().woken.release()
+        self._close_all()
+
+    def _register_arriving(self, now: float) -> None:
+        """Begin to move the streams that were handed over; a mistake with one ends that one."""
+        os.eventfd_read(self._wake)
+        with self._lock:
+            arriving, self._arriving = self._arriving, []
+        for stream in arriving:
+            stream.active = now
+            try:
+                self._register(stream, stream.client, CLIENT)
+                self._register(stream, stream.upstream, UPSTREAM)
+            except Exception as error:
+                note_mistake("pump", error)
+                self._end(stream, End.DIED)
+
+    def _register(self, stream: PumpedStream, end: socket, events: int) -> None:
+        self._epoll.register(end, events)
+        self._streams[end.fileno()] = stream
 
     def _move(self, stream: PumpedStream, descriptor: int, event: int, now: float) -> None:
         """Move what came for one stream; a mistake ends that stream."""
@@ -256,7 +295,7 @@ class Pump:
             else:
                 self._client_event(stream, event, now)
         except Exception as error:
-            note_mistake(self._thread.name, error)
+            note_mistake("pump", error)
             self._end(stream, End.DIED)
 
     def _read(self, stream: PumpedStream, now: float) -> None:
@@ -330,17 +369,20 @@ class Pump:
                 self._end(stream, End.SILENT)
 
     def _end(self, stream: PumpedStream, how: End) -> None:
+        if stream.end is not None:
+            return
         for end in (stream.upstream, stream.client):
-            if self._streams.pop(end.fileno(), None) is not None:
-                try:
+            if self._streams.get(end.fileno()) is stream:
+                del self._streams[end.fileno()]
+                with suppress(OSError):  # the upstream of a held stream is not registered
                     self._epoll.unregister(end)
-                except OSError:
-                    pass  # the upstream of a held stream, or a thread that is between its two `register`s
         stream.end = how
         self._ended.append(stream)
 
     def _close_all(self) -> None:
-        for stream in set(self._streams.copy().values()):
+        with self._lock:
+            arriving, self._arriving = self._arriving, []
+        for stream in {*self._streams.values(), *arriving}:
             self._end(stream, End.SEVERED)
         while self._ended:
             self._ended.pop().woken.release()

@@ -45,6 +45,9 @@ CAPTURED = (
 )
 """The fields of a captured request's record that are shown."""
 
+STREAMS = "streams"
+"""The check that tells whether streams go on, which a probe of life looks at too."""
+
 UsageSince = Callable[[float], list[dict[str, Any]]]
 """Unix time -> what was used since then, by key and model."""
 
@@ -80,6 +83,10 @@ class Probes:
         lines = (f"  {model.model}  {model.offered_state}\n" for model in self._mux.overview.status().models)
         text = f"anvil-mux {__version__}\n\nmodels:\n{''.join(lines)}\nstate: /healthz  metrics: /metrics\n"
         reply.fresh(TEXT, text.encode())
+
+    def livez(self, reply: Reply) -> None:
+        problem = self.checks[STREAMS]() if STREAMS in self.checks else ""
+        reply.fresh(TEXT, f"{problem or 'ok'}\n".encode(), 503 if problem else 200)
 
     def readyz(self, reply: Reply) -> None:
         context = reply.context

@@ -35,6 +35,7 @@ from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.exchange import Relay
 from anvil_mux.proxy.handler import Handler, Local
 from anvil_mux.proxy.operations import Reloads
+from anvil_mux.proxy.reports import STREAMS
 from anvil_mux.proxy.server import CPUs, Server, listen, one_cpu, run_on
 from anvil_mux.scheduler.events import Event
 from anvil_mux.serve.files import Known, LearnedFile, PauseFile, checked, digests, recalled
@@ -213,7 +214,7 @@ class Parts:
             self.journal.feed,
             capture=self.config.capture,
             metrics=self.journal.scrape,
-            checks={self.config.runtime: self._runtime_problem},
+            checks={self.config.runtime: self._runtime_problem, STREAMS: self._stream_problem},
             notes={"cluster": self.watches.problem, "rights": lambda: "; ".join(self.missing_rights)},
             hosts=self.watches.reports,
             tail=self._log_tail,
@@ -348,6 +349,10 @@ class Parts:
         """Why services cannot be started or stopped on our own host; "" if they can, or if it has none."""
         is_used = any(not backend.host and not backend.url for backend in self.config.backends)
         return self.hosts.local.problem() if is_used else ""
+
+    def _stream_problem(self) -> str:
+        """Why no stream goes on, "" if they do."""
+        return "the thread that moves streams hangs" if self.relay.pump.hangs else ""
 
     def _usage_since(self, moment: float) -> list[dict[str, Any]]:
         self.journal.flush()

@@ -26,7 +26,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from anvil_mux.clock import watch_threads
+from anvil_mux.clock import essential, watch_threads
 from anvil_mux.cluster.cluster import Cluster
 from anvil_mux.cluster.frames import Claimed, Fenced
 from anvil_mux.config.config import Config
@@ -48,8 +48,9 @@ from anvil_mux.serve.invocation import (
 from anvil_mux.serve.remote import RunningMux, announced
 from anvil_mux.state import state_folder
 from anvil_mux.telemetry import journal
+from anvil_mux.telemetry.accesslog import write_some
 from anvil_mux.telemetry.hooks import HookNotifier
-from anvil_mux.telemetry.journal import requests
+from anvil_mux.telemetry.journal import STDERR, requests
 
 M_ARENA_MAX = -8
 """An option of ``mallopt`` (malloc.h)."""
@@ -57,6 +58,8 @@ FAREWELL_SECONDS = 5.0
 """How long the clients of severed requests may take to be told."""
 TAKEN_OVER_CODE = 1
 """The exit code of an anvil-mux whose cluster another one has taken over."""
+CRASHED_CODE = 70
+"""The exit code of an anvil-mux that has lost a thread it cannot live without (EX_SOFTWARE)."""
 LOOK_SECONDS = 0.05
 """Seconds between two looks whether an eviction has ended."""
 ENGINE_SECONDS = 60.0
@@ -128,8 +131,16 @@ def _prepare_process() -> None:
     # at a time, so they do not wait for each other there.
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
-    watch_threads()
+    watch_threads(_end_without)
     faulthandler.enable()  # systemd's watchdog ends who hangs with SIGABRT: this tells where every thread was
+
+
+def _end_without(thread: str) -> None:
+    """End the program at once, as a crash does, so that whoever started it starts it anew."""
+    with suppress(OSError):
+        text = f"anvil-mux: ended, since its thread {thread} has: restart it; engines run on\n"
+        write_some(STDERR, text.encode(), 0.0)
+    os._exit(CRASHED_CODE)
 
 
 def _claim(cluster: Cluster, config: Config, options: Options) -> None:
@@ -165,7 +176,7 @@ class AnvilMux:
             HookNotifier(hook, parts.say).worker(
                 f"hook-{number}", parts.journal.feed, parts.clock.wall
             ).start()
-        parts.clock.spawn(self._accept, "acceptor")
+        parts.clock.spawn(essential("acceptor", self._accept), "acceptor")
 
     def _accept(self) -> None:
         """The acceptor's life. The threads of connections inherit where it runs and how it is scheduled."""
@@ -184,9 +195,13 @@ class AnvilMux:
         self.parts.look_at_rights()
 
     def status_line(self) -> str:
-        """How it goes, in a line; "" if nobody is let in. Hangs as long as somebody holds the lock."""
-        status = self.parts.mux.overview.status()
-        if self.parts.server.hangs:
+        """Return the state in a line; "" if an essential thread hangs.
+
+        Hangs as long as the lock is held.
+        """
+        parts = self.parts
+        status = parts.mux.overview.status()
+        if not parts.mux.has_turned() or parts.server.hangs or parts.relay.pump.hangs:
             return ""
         here = [model.model for model in status.models if model.offered_state in ("ready", "draining")]
         doing = f"{requests(status.leases)} running, {status.waiting} waiting"

@@ -105,6 +105,23 @@ def test_a_mistake_ends_nothing_and_is_told_until_time_passes_without_one_a_seco
     assert told == [{"scheduler": "ZeroDivisionError: division by zero"}, {}]
 
 
+def test_a_thread_that_comes_by_says_so_to_who_asks_now_and_then_and_one_that_hangs_does_not():
+    turned = []
+
+    def main(crew):
+        for _ in range(3):
+            crew.clock.sleep(10.0)
+            turned.append(crew.has_turned())
+        crew.time_passed = lambda: crew.clock.sleep(100.0)
+        crew.set(0.0)
+        for _ in range(3):
+            crew.clock.sleep(10.0)
+            turned.append(crew.has_turned())
+
+    play(main)
+    assert turned == [True, True, True, True, False, False]
+
+
 def test_a_moment_that_is_none_ends_nothing(caplog):
     def main(crew):
         crew.clock.sleep(1.0)

@@ -14,6 +14,7 @@ import pytest
 from anvil_mux.protocol import api, http1
 from anvil_mux.proxy import connections, pump
 from tests.fake_engine import ASK_A, JSON_OK, SSE_HEAD, STREAM_A, UNTIL_CLOSE, Answer, answer_of, chunk
+from tests.running import seen
 
 # Answers
 
@@ -230,6 +231,57 @@ def test_many_streams_at_once_do_not_mix(rig):
         assert answer.body == b"".join(b"data: %d.%d\n\n" % (number, part) for part in range(10))
     rig.events.record(40)
     assert len(rig.relay.pump) == 0
+
+
+class LateSocket(socket.socket):
+    """A socket whose descriptor threads other than the pump's learn when no stream is left in ``moved``."""
+
+    moved: pump.Pump
+    asked = 0
+
+    def fileno(self) -> int:
+        if threading.current_thread().name != "pump" and hasattr(self, "moved"):
+            self.asked += 1
+            seen(lambda: len(self.moved), lambda count: self.asked < 2 or not count)
+        return super().fileno()
+
+
+def test_a_client_that_leaves_while_its_stream_begins_leaves_nothing_behind():
+    engine, near = socket.socketpair()
+    upstream = LateSocket(fileno=near.detach())
+    left, far_left = socket.socketpair()
+    client, far = socket.socketpair()
+    upstream.moved = moved = pump.Pump()
+    response = http1.parse_response(SSE_HEAD, "POST")
+    streams = [
+        pump.PumpedStream(upstream, each, pump.body_of(response, chunked=True), pump.Passed())
+        for each in (left, client)
+    ]
+    far_left.close()
+    assert moved.relay(streams[0]) is pump.End.CLIENT_GONE
+    engine.sendall(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+    assert moved.relay(streams[1]) is pump.End.COMPLETE
+    moved.close()
+    for end in (engine, upstream, left, client, far):
+        end.close()
+
+
+def test_a_stream_ends_once_whatever_is_seen_of_it_later(monkeypatch):
+    monkeypatch.setattr(pump, "SWEEP_SECONDS", 1e6)
+    (engine, upstream), (client, far) = socket.socketpair(), socket.socketpair()
+    moved = pump.Pump(silence_timeout=10.0)
+    response = http1.parse_response(SSE_HEAD, "POST")
+    stream = pump.PumpedStream(upstream, client, pump.body_of(response, chunked=True), pump.Passed())
+    moved._streams[-1] = stream
+    for now in (100.0, 200.0):
+        moved._sweep(now)
+    assert stream.end is pump.End.SILENT
+    assert stream.woken.acquire(blocking=False) is False
+    moved._streams.clear()
+    moved.close()
+    assert moved.relay(stream) is pump.End.SEVERED
+    for end in (engine, upstream, client, far):
+        end.close()
 
 
 def test_only_silence_ends_a_long_stream(monkeypatch):

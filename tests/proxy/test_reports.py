@@ -229,6 +229,14 @@ def test_readyz_fails_when_a_check_does(rig):
     assert connection.get(b"/livez").status == 200
 
 
+def test_a_pump_that_hangs_is_told_by_each_probe(rig):
+    rig.handler.local.probes.checks = {"streams": lambda: "the thread that moves streams hangs"}
+    connection = rig.client()
+    for path in (b"/livez", b"/readyz", b"/healthz"):
+        answer = connection.get(path)
+        assert (answer.status, b"moves streams hangs" in answer.body) == (503, True)
+
+
 def test_metrics_and_the_front_page_are_text(rig):
     connection = rig.client()
     assert connection.get(b"/metrics").body == b"anvil_up 1\n"
