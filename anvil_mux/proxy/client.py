@@ -89,6 +89,7 @@ class Client:
         "address",
         "at_pages",
         "in_epoll",
+        "is_known",
         "last_head",
         "since",
         "socket",
@@ -129,6 +130,8 @@ class Client:
         self._timeout = 0.0
         self.since = 0.0
         """When the server began to watch it, or when the first byte of its head came."""
+        self.is_known = False
+        """Whether a request of its was admitted, with its key if there are keys."""
         self.in_epoll = False
         """Whether the server's epoll has its socket."""
 

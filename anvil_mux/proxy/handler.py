@@ -113,7 +113,9 @@ class Handler:
             row = PAGES if client.at_pages else self.local.find(request.method, request.path)
             record.route = row.route
         try:
-            if key := access.check(context, row.right if row else ANY_KEY):
+            key = access.check(context, row.right if row else ANY_KEY)
+            client.is_known = client.is_known or key is not None or not access.hides_keys
+            if key:
                 context = reply.context = access.context(
                     id, context.since, request, at_pages=client.at_pages, key=key
                 )

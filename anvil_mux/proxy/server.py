@@ -125,6 +125,8 @@ class Server:
         out."""
         self._begun: dict[int, Client] = {}
         """Watched connections that have sent a part of a head, in the order in which it began; likewise."""
+        self._unknown: dict[int, Client] = {}
+        """Watched connections without an admitted request, in the order in which they began to wait."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._deaf_until = 0.0
@@ -166,7 +168,7 @@ class Server:
                 elif client := self._begun.get(descriptor) or self._idle.get(descriptor):
                     self._for_each([client], self._read)
             if (surplus := len(self._begun) - limits.HEADS) > 0:
-                self._for_each(_waiting_since(self._begun, now, surplus), self._refuse_late)
+                self._for_each(self._waiting_since(self._begun, now, surplus), self._refuse_late)
             if now >= sweep_at:
                 sweep_at = now + min(SWEEP_SECONDS, poll_seconds)
                 safely(ACCEPTOR, partial(self._sweep, now), None)
@@ -179,8 +181,8 @@ class Server:
             self._epoll.register(listener, select.EPOLLIN)
 
     def _sweep(self, now: float) -> None:
-        self._for_each(_waiting_since(self._idle, now - limits.IDLE_SECONDS), self.end)
-        self._for_each(_waiting_since(self._begun, now - limits.HEAD_SECONDS), self._refuse_late)
+        self._for_each(self._waiting_since(self._idle, now - limits.IDLE_SECONDS), self.end)
+        self._for_each(self._waiting_since(self._begun, now - limits.HEAD_SECONDS), self._refuse_late)
         self._pulse = time.monotonic()
 
     def _for_each(self, clients: Iterable[Client], do: Callable[[Client], None]) -> None:
@@ -206,6 +208,8 @@ class Server:
                 accepted_socket, address = listener.accept()
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
+                    if self._make_room():
+                        continue
                     log.warning("no connection can be accepted (%s): see ulimit -n", error.strerror)
                     self._pause_accepting(STARVED_SECONDS)  # the listener stays readable
                 return
@@ -218,8 +222,12 @@ class Server:
         self._deaf_until = time.monotonic() + seconds
 
     def admit(self, accepted_socket: socket.socket, address: str, *, at_pages: bool = False) -> None:
-        """Take a new connection in, or turn it away."""
-        if len(self.clients) >= self.max_connections:
+        """Take a new connection in, or turn it away.
+
+        One over the limit takes the place of a connection that waits without having had a request admitted.
+        """
+        is_full = len(self.clients) >= self.max_connections
+        if is_full and not self._make_room() and not _is_probe(accepted_socket):
             self._turn_away(accepted_socket)
             return
         client = Client(
@@ -233,6 +241,17 @@ class Server:
         )
         self.clients.add(client)
         self._ending(self._watch if client.tls else self._begin, client)
+
+    def _make_room(self) -> bool:
+        """End the connection that has waited longest of those without an admitted request.
+
+        Return whether there was one. Where there are keys, whoever shows none cannot keep others out.
+        """
+        for descriptor, client in list(self._unknown.items())[:1]:
+            self._forget(descriptor)
+            self.end(client)
+            return True
+        return False
 
     def _begin(self, client: Client) -> None:
         """Most clients have sent their request already when their connection is accepted."""
@@ -248,8 +267,10 @@ class Server:
         if self._stops:
             self.end(client)
             return
-        client.since = time.monotonic()
-        (self._begun if client.has_begun else self._idle)[client.socket.fileno()] = client
+        client.since, descriptor = time.monotonic(), client.socket.fileno()
+        if not client.is_known:
+            self._unknown[descriptor] = client
+        (self._begun if client.has_begun else self._idle)[descriptor] = client
         self._arm(client)
 
     def _arm(self, client: Client) -> None:
@@ -275,10 +296,25 @@ class Server:
             self._begun[descriptor] = client
         self._arm(client)
 
+    def _waiting_since(
+        self, watched: dict[int, Client], moment: float, most: int | None = None
+    ) -> list[Client]:
+        """Take out those that have waited since then, or for longer; only the first ``most``."""
+        found = []
+        for descriptor, client in list(watched.items())[:most]:
+            if client.since > moment:
+                break
+            self._forget(descriptor)
+            found.append(client)
+        return found
+
     def _take_out(self, client: Client) -> None:
-        descriptor = client.socket.fileno()
+        self._forget(client.socket.fileno())
+
+    def _forget(self, descriptor: int) -> None:
         self._begun.pop(descriptor, None)
         self._idle.pop(descriptor, None)
+        self._unknown.pop(descriptor, None)
 
     def _serve(self, client: Client) -> None:
         self._run(self._serve_requests, client)
@@ -416,15 +452,13 @@ class Server:
             os.close(self._wake)
 
 
-def _waiting_since(watched: dict[int, Client], moment: float, most: int | None = None) -> list[Client]:
-    """Take out those that have waited since then, or for longer; only the first ``most``."""
-    found = []
-    for descriptor, client in list(watched.items())[:most]:
-        if client.since > moment:
-            break
-        if watched.pop(descriptor, None) is not None:
-            found.append(client)
-    return found
+def _is_probe(connection: socket.socket) -> bool:
+    """Return whether a whole request for /livez has come: that the program lives is told at any load."""
+    try:
+        head = connection.recv(limits.READ, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except OSError:
+        return False
+    return head.startswith((b"GET /livez ", b"HEAD /livez ")) and head.endswith(2 * http1.EMPTY_LINE)
 
 
 class Threads:

@@ -29,6 +29,8 @@ from tests.running import seen
 
 FORM = b"application/x-www-form-urlencoded"
 
+OURS = "a-key-of-our-own"
+
 # Connections
 
 
@@ -114,6 +116,41 @@ def test_connections_over_the_limit_are_told_so(make_rig):
     assert b"overloaded" in answer.body
     assert second.is_closed()
     assert first.get(b"/livez").status == 200
+
+
+KEYED = f"Authorization: Bearer {OURS}\r\n".encode()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+def test_connections_without_a_key_make_way_for_new_ones(make_rig, sent):
+    rig = make_rig(keys=keyring(OURS), max_connections=3)
+    keyed = rig.client()
+    assert keyed.get(b"/v1/models", extra=KEYED).status == 200
+    silent = [rig.client() for _ in range(2)]
+    for each in silent:
+        each.send(sent)
+        if sent.endswith(b"\r\n\r\n"):
+            assert each.read().status == 200
+    assert seen(lambda: watched(rig), lambda count: count == 3) == 3
+    another = rig.client()
+    assert another.get(b"/v1/models", extra=KEYED).status == 200
+    assert rig.client().get(b"/livez").status == 200
+    assert all(each.is_closed() for each in silent)
+    assert keyed.get(b"/v1/models", extra=KEYED).status == 200
+
+
+def test_livez_answers_though_all_connections_are_taken(make_rig):
+    rig = make_rig(keys=keyring(OURS), max_connections=1)
+    keyed = rig.client()
+    assert keyed.get(b"/v1/models", extra=KEYED).status == 200
+    near, far = socket.socketpair()
+    with far:
+        far.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        rig.server.admit(near, "127.0.0.1")
+        far.settimeout(GUARD)
+        assert far.recv(65536).startswith(b"HTTP/1.1 200 ")
+    assert rig.client().read().status == 503
+    assert keyed.get(b"/v1/models", extra=KEYED).status == 200
 
 
 def test_without_free_files_it_does_not_try_on_and_on(rig, monkeypatch):
