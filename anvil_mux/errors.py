@@ -52,10 +52,15 @@ class MuxError(Exception):
     """The text for clients whose key may not learn of other models, where ``message`` may name some."""
     said: Mapping[str, object] = MappingProxyType({})
     """Fields that clients are told as an engine said them, in place of ``kind``, ``code`` and ``param``."""
+    log: tuple[str, ...] = ()
+    """The last lines that the engine printed; only who may read logs gets them, since engines log prompts."""
+    summary = ""
+    """The text for other clients than the one whose request failed, where ``message`` quotes an answer."""
 
-    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
+    def __init__(self, message: str, *, retry_after: float | None = None, log: Iterable[str] = ()) -> None:
         super().__init__(message)
         self.message = message
+        self.log = tuple(log)
         if retry_after is not None:
             self.retry_after = min(max(retry_after, 1.0), MAX_RETRY_AFTER)
 
@@ -214,15 +219,10 @@ def with_log(message: str, log: Iterable[str]) -> str:
 
 
 class LoadError(MuxError):
-    """The model could not be loaded; ``log`` holds the last lines that its engine printed."""
+    """The model could not be loaded."""
 
     status, code = 503, "load_failed"
     retry = False  # a client's retries after each cool-down would put the resident out again and again
-
-    def __init__(self, message: str, *, log: Iterable[str] = (), retry_after: float | None = None) -> None:
-        self.log = tuple(log)
-        self.reason = message
-        super().__init__(with_log(message, self.log), retry_after=retry_after)
 
 
 class ModelLoading(MuxError):
@@ -308,6 +308,14 @@ class BackendError(MuxError):
     """The engine or its container failed: it is unreachable, broke off its answer, or cannot be stopped."""
 
     status, code = 502, "backend_unavailable"
+
+
+class QuotedFailure(BackendError):
+    """The engine answered with an error, or with what cannot be used; the message quotes it."""
+
+    def __init__(self, summary: str, quote: str) -> None:
+        super().__init__(f"{summary}: {quote}")
+        self.summary = summary
 
 
 class Crashed(BackendError):

@@ -249,8 +249,8 @@ def plain_error(error: Exception) -> PlainError:
         return PlainError("BackendError", f"{type(error).__name__}: {error}")
     return PlainError(
         type(error).__name__,
-        str(getattr(error, "reason", error.message)),
-        tuple(getattr(error, "log", ())),
+        error.message,
+        error.log,
         tuple([str(each) for each in getattr(error, "problems", ())]),
         error.retry_after,
     )

@@ -362,8 +362,6 @@ class Swapper:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, LoadError):
-        return error.reason
     return error.message if isinstance(error, MuxError) else f"{type(error).__name__}: {error}"
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from anvil_mux.clock import MOST_COUNT
-from anvil_mux.errors import BackendError, BadRequest
+from anvil_mux.errors import BackendError, BadRequest, QuotedFailure
 from anvil_mux.protocol import foreign
 from anvil_mux.protocol.api import written
 
@@ -133,7 +133,7 @@ def arguments_of(call: str) -> dict[str, Any]:
     """The arguments of a tool call; engines pass on what the model wrote, which need not be JSON."""
     arguments = foreign.read_object(call or "{}")
     if arguments is None:
-        raise BackendError(f"The model called a tool with what is no JSON object: {call[:200]}")
+        raise QuotedFailure("The model produced tool-call arguments that are not a JSON object", call[:200])
     return arguments
 
 
@@ -306,7 +306,7 @@ def _raise_error(found: dict[str, Any]) -> None:
     error = found.get("error") or (found if found.get("object") == "error" else None)
     if error:
         said = error.get("message") if isinstance(error, dict) else error
-        raise BackendError(f"The engine reports an error: {said}")
+        raise QuotedFailure("The engine reports an error", str(said))
 
 
 # Two stages at two engines

@@ -78,6 +78,11 @@ class RequestContext:
         return len(self.access.keys) > 1
 
     @property
+    def reads_logs(self) -> bool:
+        """Whether the client may read engines' logs, which contain prompts of other clients."""
+        return self.key.admin if self.key else not self.access.hides_keys
+
+    @property
     def may_go_on(self) -> bool:
         """Whether a reload has left its key as it was: what has no end of its own ends otherwise."""
         return self.access.keys.admits(self.key)

@@ -24,6 +24,7 @@ from anvil_mux.errors import (
     ClientGone,
     ClientStalled,
     MuxError,
+    QuotedFailure,
     RefusedByEngine,
 )
 from anvil_mux.multiplexer.multiplexer import Lease
@@ -376,7 +377,7 @@ def _engine_error(model: str, status: int, body: bytes) -> MuxError:
     error = api.error_said(body) if 400 <= status < 500 else None
     if error is None:
         text = body[:MAX_QUOTED].decode("utf-8", "replace")
-        return BackendError(f"The engine of {model} answered {status}: {text}")
+        return QuotedFailure(f"The engine of {model} answered {status}", text)
     message = error.pop("message")
     assert isinstance(message, str)
     fields = {key: value[:MAX_QUOTED] if isinstance(value, str) else value for key, value in error.items()}

@@ -49,7 +49,6 @@ from anvil_mux.errors import (
     Stuck,
     WaitedTooLong,
     WouldWaitTooLong,
-    with_log,
 )
 from anvil_mux.multiplexer.multiplexer import Lease, Multiplexer, Tend
 from anvil_mux.protocol import api, http1, naming
@@ -271,9 +270,10 @@ class Dispatcher:
             return _Failure(lease.severed_error(), reply.may_go_on)
         seen = not reply.may_go_on or not self._mux.overview.has_another(lease.backend)
         if crash:
-            text = with_log(f"{error.message.rstrip('.')}: {crash.backend} {crash.why}.", crash.log)
+            text = f"{error.message.rstrip('.')}: {crash.backend} {crash.why}."
             again = isinstance(error, (EngineUnreachable, Unanswered)) or not seen
-            return _Failure(EngineUnreachable(text) if again else BrokenOff(text), again, (crash,))
+            kind = EngineUnreachable if again else BrokenOff
+            return _Failure(kind(text, log=crash.log), again, (crash,))
         if lease.ticket.taken_back or (isinstance(error, Severed) and not seen):
             return _Failure(
                 EngineUnreachable(error.message), reply.may_go_on, taken_back=lease.ticket.taken_back
@@ -313,8 +313,9 @@ def _chosen(lease: Lease) -> str:
 
 
 def _within(error: MuxError) -> str:
-    """The text of an error as a part of another sentence."""
-    return error.message[:1].lower() + error.message[1:].rstrip(".")
+    """Return the text of an error as a part of a sentence that other clients may read."""
+    text = error.summary or error.message
+    return text[:1].lower() + text[1:].rstrip(".")
 
 
 def _may_be_staged(question: Question) -> bool:

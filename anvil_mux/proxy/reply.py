@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import Literal
 
 from anvil_mux.config import keys
-from anvil_mux.errors import ClientGone, MuxError, Severed
+from anvil_mux.errors import ClientGone, MuxError, Severed, with_log
 from anvil_mux.protocol import api, http1
 from anvil_mux.protocol.http1 import Field
 from anvil_mux.proxy.access import RequestContext
@@ -202,11 +202,21 @@ class Reply:
         """Whether the client has seen nothing of an engine's answer, so that another one may give it."""
         return not self.answered and self.form in ("answer", "event")
 
+    def _visible(self, error: MuxError) -> MuxError:
+        """Return the error with the text that this client may read."""
+        text = error.message
+        if error.discreet and self.context.key and not self.context.key.sees_all:
+            text = error.discreet
+        elif error.log and self.context.reads_logs:
+            text = with_log(text, error.log)
+        if text != error.message:
+            error = error.copy()
+            error.message = text
+        return error
+
     def refuse(self, error: MuxError, headers: Sequence[Field] = ()) -> None:
         """Tells ``error`` in the form that still fits; the client may be gone."""
-        if error.discreet and self.context.key and not self.context.key.sees_all:
-            error = error.copy()
-            error.message = error.discreet
+        error = self._visible(error)
         self.record.code = error.code
         self.keep = self.keep and self.form == "answer"
         try:

@@ -103,7 +103,7 @@ class Probes:
         reply.fresh(TEXT, text.encode(), 200 if ready else 503)
 
     def healthz(self, reply: Reply) -> None:
-        state = self.state()
+        state = self.state(logs=reply.context.reads_logs)
         reply.json(state, status=503 if state["problems"] else 200, indent=1)
 
     def metrics(self, reply: Reply) -> None:
@@ -111,8 +111,11 @@ class Probes:
         content_type, text = self._metrics(accept)
         reply.fresh((b"Content-Type", content_type.encode("ascii")), text)
 
-    def state(self, *, brief: bool = False) -> dict[str, Any]:
-        """The state that /healthz tells; ``brief``: as those are told who follow it."""
+    def state(self, *, brief: bool = False, logs: bool = False) -> dict[str, Any]:
+        """Return the /healthz document; ``brief`` is the variant sent on /events.
+
+        ``logs``: with the last lines of engines that failed, which may contain prompts of clients.
+        """
         status = self._mux.overview.status()
         problems = {name: why for name, why in self._problems().items() if why}
         ready = [model.model for model in status.models if model.offered_state == "ready"]
@@ -129,7 +132,7 @@ class Probes:
             "waiting": status.waiting,
             "leases": status.leases,
             "models": {
-                m.model: healthz.model_state(m, brief=brief) | external.get(m.model, {})
+                m.model: healthz.model_state(m, brief=brief, logs=logs) | external.get(m.model, {})
                 for m in status.models
             },
             "gpus": {gpu.gpu: healthz.gpu_state(gpu, gpu_uses.get(gpu.gpu, GpuUse())) for gpu in status.gpus},
@@ -336,9 +339,8 @@ class Diagnosis:
         more: dict[str, Any] = {"hosts": hosts} if hosts else {}
         sentence = found.sentence
         if "fallback" in state:
-            first, line_end, log = sentence.partition("\n")  # below it are lines of the engine's log
-            stop = "" if first.endswith(".") else "."
-            sentence = f"{first}{stop} {healthz.fallback_words(state['fallback'])}{line_end}{log}"
+            stop = "" if sentence.endswith(".") else "."
+            sentence = f"{sentence}{stop} {healthz.fallback_words(state['fallback'])}"
         if rule:
             more |= {"any_of": list(names_in(rules)), "chosen": chosen, "when": dict(rule.when)}
             why = f" ({rule.conditions})" if rule.when else ""

@@ -49,7 +49,6 @@ from anvil_mux.errors import (
     Overloaded,
     Stuck,
     WouldWaitTooLong,
-    with_log,
 )
 from anvil_mux.scheduler.events import LOCAL, Cause, Event, Severance
 from anvil_mux.scheduler.model import Model, ModelSettings
@@ -717,7 +716,7 @@ def of_crashes(ticket: Ticket) -> MuxError | None:
         return None
     *_, last = ticket.crashes
     often = f"{len(ticket.crashes)} engines ended while they worked on this request, so it is not sent again"
-    return Crashed(with_log(f"{often}: {last.backend} {last.why}.", last.log))
+    return Crashed(f"{often}: {last.backend} {last.why}.", log=last.log)
 
 
 def nobody_takes(model: str) -> Overloaded:

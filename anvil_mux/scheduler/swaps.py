@@ -481,9 +481,9 @@ class Swaps(Admission):
             self.load_cancelled(slot, now)
             return
         self.enter(slot, "load_failed", now)
-        slot.note_load_failed(now, error.reason, error.log)
+        slot.note_load_failed(now, error.message, error.log)
         self.end_to(slot)
-        cause = Cause("load_failed", detail=error.reason)
+        cause = Cause("load_failed", detail=error.message)
         self.emit(Event(now, "stopped", slot.model, slot.name, cause=cause))
         self.fail_refused(now)
 

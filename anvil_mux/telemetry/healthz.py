@@ -33,8 +33,12 @@ MANY = 8
 """More backends than that are summed up, also where there is but one host."""
 
 
-def model_state(model: ModelState, *, brief: bool = False) -> dict[str, object]:
-    """One model; ``brief``: without the backends that are stopped, where there may be many."""
+def model_state(model: ModelState, *, brief: bool = False, logs: bool = False) -> dict[str, object]:
+    """Return the object of a model.
+
+    ``brief``: without the backends that are stopped, where there may be many. ``logs``: with the last lines
+    of engines that failed.
+    """
     candidates = _candidates(model)
     backends = [each for each in model.backends if not (brief and candidates) or _matters(model, each)]
     return {
@@ -53,7 +57,7 @@ def model_state(model: ModelState, *, brief: bool = False) -> dict[str, object]:
         "last_error": model.last_error or None,
         "load_seconds": model.load_seconds,
         "progress": _progress(model.progress),
-        "backends": {backend.backend: _backend_state(backend) for backend in backends},
+        "backends": {each.backend: _backend_state(each, logs=logs) for each in backends},
         **candidates,
         **({"host_lost": model.is_lost} if any(backend.host for backend in model.backends) else {}),
     }
@@ -155,7 +159,7 @@ def _deferral(deferral: Deferral) -> dict[str, object]:
     return {"seconds_left": left, "cause": to_json(cause), "reason": sentence(cause)}
 
 
-def _backend_state(backend: BackendState) -> dict[str, object]:
+def _backend_state(backend: BackendState, *, logs: bool) -> dict[str, object]:
     return {
         "state": backend.state,
         "state_seconds": _rounded(backend.state_seconds),
@@ -169,7 +173,7 @@ def _backend_state(backend: BackendState) -> dict[str, object]:
         "load_seconds": backend.load_seconds,
         "retry_seconds": _rounded(backend.retry_seconds),
         "error": backend.error or None,
-        "log": list(backend.log),
+        "log": list(backend.log) if logs else [],
         "engine": in_flight.as_json(backend.engine),
         **({"kept_prompts": backend.kept_prompts._asdict()} if backend.kept_prompts else {}),
         **_place(backend.host),

@@ -206,7 +206,7 @@ def test_a_container_that_exits_at_once_is_told_with_its_last_lines(sleeper):
     stack, service = sleeper(command=["sh", "-c", "echo out of memory on GPU 0 >&2; exit 3"])
     with runtime_of(stack, service) as runtime, pytest.raises(LoadError) as caught:
         Swapper(runtime).load(service, "stop")
-    assert "exited with code 3" in caught.value.reason
+    assert "exited with code 3" in caught.value.message
     assert caught.value.log == ("out of memory on GPU 0",)
 
 
@@ -215,8 +215,8 @@ def test_an_engine_that_never_answers_is_given_up_and_stopped(sleeper):
     service = replace(service, load_timeout=2.0)
     with runtime_of(stack, service) as runtime, pytest.raises(LoadError) as caught:
         Swapper(runtime).load(service, "stop")
-    assert "s was not ready within its load_timeout of 2 s" in caught.value.reason
-    assert "connections are closed without an answer" in caught.value.reason
+    assert "s was not ready within its load_timeout of 2 s" in caught.value.message
+    assert "connections are closed without an answer" in caught.value.message
     assert caught.value.log == ("started",)
     assert stack.up() == set()
 

@@ -126,7 +126,7 @@ def why_not(backend: Backend, seconds: float = 1.0, **answers: int | tuple[int, 
     """The reason why an engine with these answers is not ready."""
     with engine(**answers) as stub, pytest.raises(LoadError) as caught:
         ready(backend, stub.url, Waiting(), seconds=seconds)
-    return caught.value.reason
+    return caught.value.message
 
 
 VLLM = Backend(name="qwen", model="qwen3", engine="vllm")
@@ -174,7 +174,7 @@ def test_an_engine_that_ended_fails_at_once_and_says_how():
     ends = iter([None, None, "exited with code 1"])
     with engine(**{"GET_/health": 503}) as stub, pytest.raises(LoadError) as caught:
         ready(VLLM, stub.url, waiting, ended=lambda: next(ends))
-    assert re.fullmatch(r"qwen exited with code 1 after 0\.\d s, before it was ready", caught.value.reason)
+    assert re.fullmatch(r"qwen exited with code 1 after 0\.\d s, before it was ready", caught.value.message)
 
 
 def test_an_answer_does_not_count_when_our_own_service_has_ended():
@@ -296,14 +296,14 @@ def test_nothing_listens_until_the_deadline():
         port = free.getsockname()[1]
         with pytest.raises(LoadError) as caught:
             ready(VLLM, f"http://127.0.0.1:{port}", Waiting(), seconds=2)
-    assert f"of 2 s: port {port}: nothing listens there yet" in caught.value.reason
+    assert f"of 2 s: port {port}: nothing listens there yet" in caught.value.message
 
 
 def test_a_port_that_accepts_and_says_nothing_is_bounded(monkeypatch):
     monkeypatch.setattr(engine_client, "LEAST_TIMEOUT", 0.02)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(LoadError) as caught:
         ready(VLLM, f"http://127.0.0.1:{silent.getsockname()[1]}", Waiting(), seconds=0.1)
-    assert "accepts connections but does not answer" in caught.value.reason
+    assert "accepts connections but does not answer" in caught.value.message
 
 
 DRIPPING = (b"HTTP/1.1 200 OK\r\nx: ", b"HTTP/1.1 200 OK\r\nContent-Length: 900000\r\n\r\n")

@@ -355,12 +355,12 @@ def test_a_load_that_fails_for_want_of_memory_names_who_else_has_it(scene, monke
     assert re.fullmatch(
         r"torch.OutOfMemoryError: CUDA out of memory.; it needs more GPU memory .+"
         rf"; process {os.getpid()} .+ holds 20.0 GiB of GPU 0 \(exited with code 1\)",
-        caught.value.reason,
+        caught.value.message,
     )
     monkeypatch.setattr(scene.house, "log_tail", lambda *_: ["its last words"] * 300)
     with pytest.raises(LoadError) as caught:
         scene.swapper.load(A, "stop")
-    assert (caught.value.reason, len(caught.value.log)) == ("exited with code 1", 20)
+    assert (caught.value.message, len(caught.value.log)) == ("exited with code 1", 20)
 
 
 def failing(why: str) -> str:
@@ -374,7 +374,7 @@ def test_who_sleeps_on_the_same_gpu_is_no_other_process(scene, monkeypatch):
     monkeypatch.setattr(scene.house, "start", lambda backend: failing("CUDA out of memory"))
     with pytest.raises(LoadError) as caught:
         scene.swapper.load(A, "stop")
-    assert caught.value.reason == "CUDA out of memory"
+    assert caught.value.message == "CUDA out of memory"
 
 
 def test_an_engine_that_crashed_before_it_was_put_out_is_cleaned_up(scene):

@@ -35,7 +35,9 @@ class Crew(SchedulerDriver):
         if fact == self.scheduler.time_passed:
             self.time_passed()
         else:
-            self.did.append((self.clock.now(), f"{fact.__name__} {about[0].backend}: {more['error'].reason}"))
+            self.did.append(
+                (self.clock.now(), f"{fact.__name__} {about[0].backend}: {more['error'].message}")
+            )
 
     def time_passed(self):
         self.did.append((self.clock.now(), "time passed"))

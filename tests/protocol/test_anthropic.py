@@ -238,7 +238,7 @@ def test_why_it_ended(choice, reason, sequence):
 def test_a_tool_called_with_nonsense_is_an_error():
     call = {"id": "t1", "function": {"name": "f", "arguments": "[1"}}
     body = json.dumps({"choices": [{"message": {"tool_calls": [call]}}]}).encode()
-    with pytest.raises(BackendError, match="no JSON object"):
+    with pytest.raises(BackendError, match="not a JSON object"):
         anthropic.messages({"model": "a", "messages": [USER]}).answer.whole(body, 1.0)
 
 

@@ -250,7 +250,7 @@ def test_calls_of_tools_are_told_whole_before_the_end():
 def test_a_tool_called_with_nonsense_is_an_error():
     answer = ollama.chat({"model": "a", "messages": [USER]}).answer
     answer.feed(chunk(called(0, '{"a', name="f")) + chunk({}, "tool_calls"), 1.0)
-    with pytest.raises(BackendError, match="no JSON object"):
+    with pytest.raises(BackendError, match="not a JSON object"):
         answer.finish(2.0)
 
 
