@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from anvil_mux import state
-from anvil_mux.config import abilities, compose, interpolate, service
+from anvil_mux.config import abilities, compose, grants, interpolate, service
 from anvil_mux.config.compose import Content, GeneratedFiles, Place
 from anvil_mux.config.config import (
     LABEL,
@@ -30,8 +30,8 @@ from anvil_mux.config.config import (
     inherited,
 )
 from anvil_mux.config.kinds import TEXT, as_diagnostic, as_yaml, filled, read_seconds, unfit
-from anvil_mux.config.machines import ALL, WantedHosts
-from anvil_mux.config.placement import HostChoice, Need, Places, as_name
+from anvil_mux.config.machines import WantedHosts
+from anvil_mux.config.placement import HostChoice, Need, Places
 from anvil_mux.config.reading import Problems, take, unknown_key
 from anvil_mux.config.service import GivenGpus, Service
 from anvil_mux.config.values import URL_EXAMPLE, Loras, Profile, read_profile
@@ -155,6 +155,15 @@ class _ServiceReader:
     def _variables(self) -> dict[str, str]:
         return service.environment(self._described, self._files.variables)
 
+    @cached_property
+    def _showing(self) -> dict[str, str]:
+        """The variables that decide which GPUs it sees; a process of this machine inherits ours."""
+        if not self._files.process:
+            return self._variables
+        inherited = self._files.variables
+        ours = {name: inherited[name] for name in service.SHOWING if name in inherited}
+        return self._variables if ours.keys() & self._variables.keys() else {**ours, **self._variables}
+
     def _add(self, key: Sequence[str], text: str, write: str = "") -> None:
         """Add a problem with what stands at a key of the service."""
         self._files.problems.add(("services", self._name, *key), text, write)
@@ -258,6 +267,7 @@ class _ServiceReader:
         others = self._others(hosts)
         vendors = others.vendors if others else ()
         need = count or (used if used is not None else others or self._reserved(counted=not scaled))
+        self._check_order()
         if scaled:
             yield from self._replicas(template, need, vendors)
             return
@@ -272,10 +282,24 @@ class _ServiceReader:
                 "has nothing to choose among: name hosts, or say with gpu_count how many GPUs it needs",
                 "gpu_count: 1",
             )
-        yield from self._placed(template, candidates, counted=count is not None, need=need)
+        yield from self._placed(template, candidates, hides=used == ())
+
+    def _check_order(self) -> None:
+        """Refuse an order of CUDA's other than the one in which GPUs are named here."""
+        order = grants.wrong_order(self._variables)
+        chosen = self._variables.get(service.CUDA_VISIBLE)
+        by_number = self._files.process if chosen is None else any(map(str.isdigit, chosen.split(",")))
+        if order and by_number:
+            self._add(
+                ("environment", grants.ORDER),
+                f"must be {grants.PCI_ORDER}, not {order}: GPUs are numbered in that order here. "
+                "Leave it out, and use the numbers that `anvil-mux check` shows, or UUIDs",
+            )
 
     def _others(self, hosts: WantedHosts | None) -> GivenGpus | None:
         """The GPUs of AMD or Intel that the service is given; None: none, or not by these names."""
+        if self._files.process:
+            return service.by_variables(self._showing, self._places.here) if hosts is None else None
         others = service.others_gpus(self._described, self._variables)
         is_known = others and (hosts is not None or self._places.used_here(self._name, others))
         return others if is_known else None
@@ -286,9 +310,9 @@ class _ServiceReader:
         A container that names none has none, and a process all. ``counted``: any so many may do.
         """
         count = service.counted_gpus(self._described, self._variables) if counted else None
-        if found := count or service.gpus(self._described, self._variables):
+        if found := count or service.gpus(self._described, self._showing):
             return found
-        hides = service.hides_gpus(self._variables)
+        hides = service.hides_gpus(self._showing)
         return service.ALL_THERE_ARE if self._files.process and not hides else ()
 
     def _fill_in(self, values: dict[str, Any]) -> None:
@@ -407,37 +431,48 @@ class _ServiceReader:
             each_gpus = [self._places.used_here(name, each) for each in need]
             if len(each_gpus) != scale:
                 raise ValueError(f"has {scale} replicas, and gpus for {len(each_gpus)}")
-        self._note(replace(template, gpus=each_gpus[0]), self._described)
+        shown = self._described
+        if not self._files.process and not self._is_as_written(each_gpus[0]):
+            shown, needed = self._given_service(each_gpus[0])
+            template = replace(template, service=needed)
+        self._note(replace(template, gpus=each_gpus[0]), shown)
         ports = self._ports(template.port, fixed=True)
         for number, gpus in enumerate(each_gpus, 1):
             made = replace(template.service, name=name, number=number, scale=scale)
-            made = _seeing(made, gpus) if isinstance(need, list) else made
+            made = _seeing(made, gpus) if self._files.process and gpus else made
             self._files.ports[f"{name}-{number}"] = ports
             yield replace(template, name=f"{name}-{number}", gpus=gpus, service=made)
 
     # With a choice
 
     def _placed(
-        self, template: Backend, candidates: Sequence[HostChoice], *, counted: bool, need: Need
+        self, template: Backend, candidates: Sequence[HostChoice], *, hides: bool
     ) -> Iterator[Backend]:
-        """A backend for each candidate."""
+        """Yield a backend for each candidate, whose service is given the candidate's GPUs.
+
+        ``hides``: it is to see no GPU.
+        """
         ports = {fixed: self._ports(template.port, fixed=fixed) for fixed in (True, False)}
         anew: dict[Place, tuple[Description, Service]] = {}
         for number, candidate in enumerate(candidates):
             backend = replace(template, name=candidate.name, host=candidate.host, gpus=candidate.gpus)
-            shown, as_written = self._described, self._is_as_written(candidate, counted=counted, need=need)
-            if self._files.process and not as_written:
-                backend = replace(backend, service=self._process_of(template.service, candidate))
-            elif not as_written:
+            shown = self._described
+            if self._files.process:
+                made = self._process_of(template.service, candidate, hides=hides)
+                backend = replace(backend, service=made)
+            elif candidate.host or not candidate.alone:
                 files, elsewhere = self._places.files(candidate), bool(candidate.host)
                 place = Place(candidate.gpus, template.port, candidate.alone, elsewhere, files)
                 if place not in anew:  # of one kind on all hosts
-                    anew[place] = self._placed_service(place, candidate)
-                made, needed = anew[place]
+                    anew[place] = self._placed_service(place)
+                shown, needed = anew[place]
                 backend = replace(backend, service=needed)
-                self._compose(backend, made)
-                shown = compose.at(compose.HERE, made)
-            self._files.ports[backend.name] = ports[shown is self._described or candidate.alone]
+                self._compose(backend, shown)
+                shown = compose.at(compose.HERE, shown)
+            elif not self._is_as_written(candidate.gpus):
+                shown, needed = self._given_service(candidate.gpus)
+                backend = replace(backend, service=needed)
+            self._files.ports[backend.name] = ports[candidate.alone]
             if number == 0:
                 self._note(backend, shown)
             yield backend
@@ -446,34 +481,32 @@ class _ServiceReader:
                 self._add((key,), text)
             self._warn(compose.caveats(self._described, self._image))
 
-    def _is_as_written(self, candidate: HostChoice, *, counted: bool, need: Need) -> bool:
-        """Whether the service, as it is written, has the candidate's GPUs and no others."""
-        if candidate.host or not candidate.alone:
-            return False
-        if not isinstance(need, int):
-            return True
-        if self._files.process:
-            return not counted and candidate.gpus == tuple(map(str, range(need)))
-        if others := service.others_gpus(self._described, {}):
-            return self._places.used_here(candidate.name, others) == candidate.gpus
-        reserved = service.reserved(self._described)
-        return reserved in (None, candidate.gpus) or (
-            reserved == ALL and candidate.gpus == self._places.all_here
-        )
+    def _is_as_written(self, gpus: tuple[str, ...]) -> bool:
+        """Return whether Docker gives the container exactly these GPUs, by the files' own words."""
+        if others := service.others_gpus(self._described, self._variables):
+            return set(self._places.find_here(others)) == set(gpus)
+        given = grants.of_container(self._described, self._variables)
+        if isinstance(given, str):
+            return self._places.all_present == gpus
+        return given is None or not gpus or set(self._places.find_here(given)) == set(gpus)
 
-    def _process_of(self, made: Service, candidate: HostChoice) -> Service:
+    def _given_service(self, gpus: tuple[str, ...]) -> tuple[Description, Service]:
+        """Return the service of the files, given these GPUs, and what the runtimes need of it."""
+        files = self._places.files(HostChoice(self._name, "", gpus))
+        made = compose.given_service(self._described, gpus, files, self._variables)
+        self._files.composed.override(self._name, self._described, made)
+        return made, self._service(made, service.environment(made, self._files.variables))
+
+    def _process_of(self, made: Service, candidate: HostChoice, *, hides: bool) -> Service:
         folder = made.working_dir or os.path.abspath(self._files.folder)
         made = replace(made, working_dir=folder) if candidate.host else made
-        return _seeing(made, candidate.gpus) if candidate.gpus else made
+        return _seeing(made, candidate.gpus) if candidate.gpus or hides else made
 
-    def _placed_service(self, place: Place, candidate: HostChoice) -> tuple[Description, Service]:
+    def _placed_service(self, place: Place) -> tuple[Description, Service]:
         """The description for a place, and what the runtimes need of it."""
         described = self._described
         made = compose.placed_service(described, place, variables=self._variables, image=self._image)
-        needed = self._service({**made, "image": described.get("image")}, made["environment"])
-        # Beside the service of the files, which keeps its name, there is one of another name.
-        own = "" if candidate.host or not candidate.alone else f"{self._name}.{as_name(candidate.gpus)}"
-        return made, replace(needed, name=own)
+        return made, self._service({**made, "image": described.get("image")}, made["environment"])
 
     def _compose(self, backend: Backend, made: Description) -> None:
         """Write the description into the file of its host, if that is there."""
@@ -494,8 +527,8 @@ def _grace(written: Any) -> float:
 
 
 def _seeing(made: Service, gpus: Sequence[str]) -> Service:
-    """The service as a process that sees these GPUs alone."""
-    variables = {**dict(made.environment), **service.sees_only(gpus)}
+    """Return the service as a process that sees these GPUs alone."""
+    variables = grants.to_process(dict(made.environment), gpus)
     return replace(made, environment=tuple(sorted(variables.items())))
 
 

@@ -11,8 +11,9 @@ setting of an ``x-anvil`` is, whole, that of the last file that has it. Before a
 includes; before a service comes the one that it extends. The rest is merged as Compose does.
 
 Docker gives a container the GPUs that its service reserves, and Compose gives all containers of a service the
-same ones. So a candidate whose GPUs are not what its service reserves, or that is on another host, becomes a
-service of its own, named like its backend, in one more compose file: mappings in, text out.
+same ones. So each of several candidates on a host, and each on another host, becomes a service of its own,
+named like its backend, in one more compose file; there too a service whose only candidate has other GPUs than
+it reserves is overridden under its own name: mappings in, text out.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from anvil_mux.command import Done, run
-from anvil_mux.config import interpolate, service
+from anvil_mux.config import grants, interpolate, service
 from anvil_mux.config.config import LABEL
 from anvil_mux.config.interpolate import Document, Scope, with_texts
 from anvil_mux.config.kinds import Diagnostic, KeyPath, Position, advice
@@ -378,7 +379,6 @@ def listed(value: Any) -> list[Any]:
 
 HERE = "127.0.0.1"
 """The address of engines on the machine that anvil-mux runs on."""
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 UNPRINTABLE = re.compile(r"[\x7f-\x9f\ud800-\udfff\ufeff\ufffe\uffff]")
 """The characters for which JSON is no YAML: that has them in an escaped form only."""
 LEFT_OUT = ("container_name", "scale", "env_file")
@@ -420,9 +420,20 @@ def placed_service(
     if isinstance(deploy := made.get("deploy"), Mapping):
         made["deploy"] = {name: value for name, value in deploy.items() if name != "replicas"}
     if place.gpus:
-        _give(made, described, place.gpus, place.files)
+        grants.to_container(made, described, place.gpus, place.files)
     if str(described.get("network_mode", "")) != "host":
         made["ports"] = [*_ports(described, place)]
+    return made
+
+
+def given_service(
+    described: RawService, gpus: Sequence[str], files: Sequence[str], variables: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the service as its files have it, but for the GPUs that it is given."""
+    made = {**described, "environment": dict(variables)}
+    grants.to_container(made, described, gpus, files)
+    if made["environment"] == variables:
+        made |= {"environment": described.get("environment")}
     return made
 
 
@@ -450,53 +461,6 @@ def caveats(described: RawService, image: str) -> Iterator[str]:
         yield f"depends on {', '.join(dict.fromkeys(needed))}, which other hosts are not given"
     if "build" in described:
         yield f"is built, and other hosts need its image {image}: push it, and name it with `image:`"
-
-
-# The GPUs of a service that is described anew
-
-
-def _give(made: dict[str, Any], described: RawService, gpus: Sequence[str], files: Sequence[str]) -> None:
-    """Have the description reserve these GPUs, in the way that it reserves some; "none" stays none.
-
-    ``files``: the device files of GPUs of AMD and Intel; "" where that is not known.
-    """
-    environment = made["environment"]
-    requests = [*service.gpu_requests(described)]
-    if service.others_gpus(described, {}):
-        if service.reserves_others(described):
-            made.pop("gpus", None)
-            _reserve(made, described, requests, gpus)
-        elif all(files):
-            made |= service.narrowed(made, files)
-        return
-    if not service.reserves_gpu(described):
-        environment |= {name: ",".join(gpus) for name in VISIBLE if name in environment}
-        return
-    for name in VISIBLE:
-        environment.pop(name, None)  # they would count from 0 among those that the container has
-    made.pop("gpus", None)
-    if made.get("runtime") == "nvidia":
-        made.pop("runtime")
-    by_cdi = service.cdi_gpus(made)
-    if by_cdi:
-        named = [f"{service.NVIDIA_CDI}={id}" for id in gpus]
-        made["devices"] = [*(each for each in made["devices"] if not service.cdi_gpu(each)), *named]
-    if requests or not by_cdi:
-        _reserve(made, described, requests, gpus)
-
-
-def _reserve(
-    made: dict[str, Any], described: RawService, requests: Sequence[Mapping[str, Any]], gpus: Sequence[str]
-) -> None:
-    first = requests[0] if requests else {"driver": "nvidia"}
-    request = {key: first[key] for key in ("driver", "options") if first.get(key)}
-    wanted = dict.fromkeys(each for request in requests for each in request.get("capabilities") or ())
-    request |= {"device_ids": service.device_ids(first, gpus), "capabilities": [*(wanted or ("gpu",))]}
-    others = [device for device in service.reserved_devices(described) if not service.is_gpu_request(device)]
-    deploy = made.get("deploy") or {}
-    resources = deploy.get("resources") or {}
-    reservations = {**(resources.get("reservations") or {}), "devices": [*others, request]}
-    made["deploy"] = {**deploy, "resources": {**resources, "reservations": reservations}}
 
 
 # Its ports
@@ -531,22 +495,36 @@ class GeneratedFiles:
         self._content = content
         self._folder = folder
         self._services: dict[str, dict[str, RawService]] = {}
+        self._overrides: dict[str, str] = {}
 
     def add(self, host: str, name: str, made: RawService) -> None:
         self._services.setdefault(host, {})[name] = self._rooted(made)
 
+    def override(self, name: str, described: RawService, made: RawService) -> None:
+        """Have a service of the files be as it is ``made``, on this machine, under its own name."""
+        changed = {key: value for key, value in made.items() if value != described.get(key)}
+        words = [f"{json.dumps(key)}: !override {_json(value)}" for key, value in changed.items()]
+        words += [f"{json.dumps(key)}: !reset null" for key in described if key not in made]
+        if "environment" in changed:
+            words.append('"env_file": !reset null')  # its variables are in the environment by now
+        self._overrides[name] = f"{json.dumps(name)}: {{{', '.join(words)}}}"
+        self._services.setdefault("", {})
+
     def texts(self) -> dict[str, str]:
         """Host -> the text of its file."""
-        return {host: self._text(services) for host, services in self._services.items()}
+        return {host: self._text(host, services) for host, services in self._services.items()}
 
-    def _text(self, services: Mapping[str, RawService]) -> str:
+    def _text(self, host: str, services: Mapping[str, RawService]) -> str:
         shared = {
             kind: found
             for kind, known in self._content.shared.items()
             if (found := {name: self._own(name, known[name]) for name in _used(kind, services, known)})
         }
-        text = json.dumps(with_texts({"services": services, **shared}, escaped), ensure_ascii=False)
-        return UNPRINTABLE.sub(lambda each: f"\\u{ord(each[0]):04x}", text)
+        overrides = [] if host else [*self._overrides.values()]
+        described = [f"{json.dumps(name)}: {_json(made)}" for name, made in services.items()]
+        keys = [f'"services": {{{", ".join((*described, *overrides))}}}']
+        keys += [f"{json.dumps(kind)}: {_json(found)}" for kind, found in shared.items()]
+        return f"{{{', '.join(keys)}}}"
 
     def _own(self, name: str, about: Any) -> Any:
         """A volume, network, ...: without the name that Compose has made of the project's, and rooted."""
@@ -571,6 +549,12 @@ class GeneratedFiles:
 
     def _path(self, written: str) -> str:
         return os.path.abspath(self._folder / os.path.expanduser(written))
+
+
+def _json(value: Any) -> str:
+    """Return a value as JSON that is YAML too, with its variables' signs escaped."""
+    text = json.dumps(with_texts(value, escaped), ensure_ascii=False)
+    return UNPRINTABLE.sub(lambda each: f"\\u{ord(each[0]):04x}", text)
 
 
 def _used(kind: str, services: Mapping[str, RawService], known: Mapping[str, Any]) -> list[str]:

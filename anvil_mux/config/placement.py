@@ -71,8 +71,8 @@ class Places:
         self._gpus[""] = self._declared or here or None
         self.here = tuple(self._gpus[""] or ())
         """The ids of the GPUs of this machine that may be used, as far as they are known."""
-        self.all_here = tuple(of_vendors(here or self._declared, ()))
-        """The ids of all GPUs of this machine that a service has which asks Docker for all."""
+        self.all_present = tuple(of_vendors(here, ()))
+        """The ids of the GPUs that Docker gives here to a container that asks for all; (): unknown."""
         self._absent: dict[str, list[str]] = {}
         """Host that is not there -> the services that name it."""
 
@@ -252,6 +252,10 @@ class Places:
             else:
                 self._problems.warn(key, f"this machine has no GPU {id}; it has {known}", write)
         return ids
+
+    def find_here(self, given: tuple[str, ...] | GivenGpus) -> tuple[str, ...]:
+        """Return the ids on this machine of GPUs that a container is given."""
+        return self._given("", given) if isinstance(given, GivenGpus) else self._ids("", given)
 
     def _ids(self, host: str, used: Sequence[str]) -> tuple[str, ...]:
         """The ids of GPUs that a service may name by UUID, on this machine."""

@@ -387,8 +387,16 @@ AMD, INTEL = "amd", "intel"
 KFD, DRI, AMD_CDI = "/dev/kfd", "/dev/dri", "amd.com/gpu"
 NODE = re.compile(r"/dev/dri/((card|renderD)\d+|by-path/.+)")
 NUMBERED = re.compile(rf"({AMD}|{INTEL})(\d+)")
-NARROWING = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-"""The variables by which ROCm leaves out GPUs of those that it sees; the first one that is there counts."""
+CUDA_VISIBLE, NVIDIA_VISIBLE = "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"
+NARROWING = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", CUDA_VISIBLE, "GPU_DEVICE_ORDINAL")
+"""The variables by which ROCm leaves out GPUs; each counts among those that the ones before it leave.
+
+HIP reads CUDA's where its own is not set.
+"""
+INTEL_MASK, ONEAPI_SELECTOR = "ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"
+"""The variables by which Intel's Level Zero leaves out GPUs, and SYCL some of what that leaves."""
+SHOWING = (*NARROWING, INTEL_MASK, ONEAPI_SELECTOR)
+"""All variables that decide which GPUs a process sees."""
 RUNTIME_VARIABLE = "AMD_VISIBLE_DEVICES"
 NVIDIA_CDI = "nvidia.com/gpu"
 """The kind of device by which CDI knows GPUs."""
@@ -409,11 +417,11 @@ def gpus(service: RawService, variables: Mapping[str, str]) -> str | tuple[str, 
     """
     given = reserved(service)
     if given is None and service.get("runtime") == "nvidia":
-        given = _visible(variables.get("NVIDIA_VISIBLE_DEVICES", ALL))  # images of CUDA set it to all
-    chosen = variables.get("CUDA_VISIBLE_DEVICES")
+        given = visible(variables.get(NVIDIA_VISIBLE, ALL))  # images of CUDA set it to all
+    chosen = variables.get(CUDA_VISIBLE)
     if chosen is None or not (given in (None, ALL) or _counted(given)):
         return given
-    narrowed = _visible(chosen)
+    narrowed = visible(chosen)
     if given in (None, ALL) or narrowed is None or set(narrowed) <= set(given or ()):
         return narrowed
     return given
@@ -459,7 +467,7 @@ def reserved(service: RawService) -> str | tuple[str, ...] | None:
 def counted_gpus(service: RawService, variables: Mapping[str, str]) -> int | None:
     """How many GPUs the service reserves without a word on which; None where that is not so."""
     requests = [*gpu_requests(service)]
-    if len(requests) != 1 or cdi_gpus(service) or "CUDA_VISIBLE_DEVICES" in variables:
+    if len(requests) != 1 or cdi_gpus(service) or CUDA_VISIBLE in variables:
         return None
     (request,) = requests
     is_named = _vendor(request) or listed(request, "device_ids")
@@ -574,7 +582,8 @@ def cdi_gpu(device: Any) -> str:
     return id.partition(":")[0] if vendor == NVIDIA_CDI else ""
 
 
-def _visible(value: str) -> str | tuple[str, ...] | None:
+def visible(value: str) -> str | tuple[str, ...] | None:
+    """Return the GPUs that a variable of NVIDIA's names: ``ALL``, ids, or None for none."""
     if value == ALL:
         return ALL
     ids = tuple(part.strip() for part in value.split(",") if part.strip())
@@ -628,8 +637,38 @@ def by_files(service: Mapping[str, Any], variables: Mapping[str, str]) -> GivenG
     vendors = (AMD,) if KFD in paths else (AMD, INTEL)
     if nodes and DRI not in paths:
         return GivenGpus(vendors, nodes)
-    narrowed = next((variables[name] for name in NARROWING if name in variables), "") if KFD in paths else ""
-    return GivenGpus(vendors, numbered(AMD, narrowed.split(",")))
+    return GivenGpus(vendors, _seen_by_rocm(variables) if KFD in paths else ())
+
+
+def by_variables(variables: Mapping[str, str], known: Sequence[str]) -> GivenGpus | None:
+    """Return the GPUs of AMD or Intel to which its environment limits a process; None: no limit.
+
+    ``known``: the GPUs of its machine. CUDA's variable is AMD's where there are none of NVIDIA.
+    """
+    vendors = {vendor_of(id) for id in known}
+    names = [name for name in NARROWING if name != CUDA_VISIBLE or "" not in vendors]
+    said = {name: variables[name] for name in names if name in variables}
+    if AMD in vendors and said:
+        return GivenGpus((AMD,), _seen_by_rocm(said))
+    if INTEL in vendors and INTEL_MASK in variables:
+        cards = [each.partition(".")[0] for each in variables[INTEL_MASK].split(",")]  # CARD.TILE
+        return GivenGpus((INTEL,), numbered(INTEL, cards))
+    return None
+
+
+def _seen_by_rocm(variables: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the ids of the GPUs of AMD that these variables leave; () for all, or unknown ones."""
+    found: tuple[str, ...] = ()
+    hip = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in variables else CUDA_VISIBLE
+    for name in (NARROWING[0], hip, NARROWING[-1]):
+        if name not in variables:
+            continue
+        ids = numbered(AMD, variables[name].split(","))
+        if not ids:
+            return ()
+        places = [int(id.removeprefix(AMD)) for id in ids]
+        found = tuple(found[at] for at in places if at < len(found)) if found else ids
+    return found
 
 
 def numbered(vendor: str, numbers: Sequence[str]) -> tuple[str, ...]:
@@ -643,14 +682,6 @@ def narrowed(service: Mapping[str, Any], files: Sequence[str]) -> dict[str, Any]
     devices = [each for each in service.get("devices") or () if not _is_gpu(each)]
     kept = {n: value for n, value in (service.get("environment") or {}).items() if n not in NARROWING}
     return {"devices": [*devices, *files], "environment": kept}
-
-
-def sees_only(gpus: Sequence[str]) -> dict[str, str]:
-    """The variables that show a process these GPUs alone, counted as the monitoring counts them."""
-    if any(map(vendor_of, gpus)):
-        numbers = [found[2] for gpu in gpus if (found := NUMBERED.fullmatch(gpu)) and found[1] == AMD]
-        return {NARROWING[0]: ",".join(numbers)} if numbers else {}
-    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
 def _is_gpu(device: Any) -> bool:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import IO
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.service import Mounts
+from anvil_mux.config.service import SHOWING, Mounts
 from anvil_mux.errors import BackendError, ConfigError, LoadError
 from anvil_mux.host.engines import PORT_TAKEN
 from anvil_mux.host.runs import (
@@ -348,7 +348,13 @@ class ProcessRuntime:
         argv = [PLACE.sub(lambda found: place[found[1] or found[2]], word) for word in words]
         if "/" in argv[0]:
             argv[0] = os.path.join(folder, argv[0])
-        inherited = {name: value for name, value in self._environ.items() if not name.startswith(OURS)}
+        # One variable of the service says which GPUs it has, so none of ours may say another thing.
+        hidden = SHOWING if any(name in variables for name in SHOWING) else ()
+        inherited = {
+            name: value
+            for name, value in self._environ.items()
+            if not name.startswith(OURS) and name not in hidden
+        }
         env = {**inherited, **variables, **place, MARK: mark}
         try:
             return self._starter.start(argv, cwd=folder, env=env, log=self._log_file(backend.name))

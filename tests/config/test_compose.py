@@ -559,6 +559,11 @@ def test_files_of_processes_are_laid_over_each_other_without_compose(tmp_path: P
         "x-anvil: {runtime: process}\n"
         "services: {a: {command: x, environment: {A: 1, B: 1}, x-anvil: {ttl: 1}}}",
     )
-    second = write(tmp_path, "services: {a: {environment: [B=2], x-anvil: {gpus: []}}}", "two.yaml")
+    second = write(
+        tmp_path,
+        "services: {a: {environment: [B=2, CUDA_VISIBLE_DEVICES=], x-anvil: {gpus: []}}}",
+        "two.yaml",
+    )
     (a,) = load([first, second], compose=None, environ={}).backends
-    assert (a.service.command, a.service.environment, a.ttl) == (("x",), (("A", "1"), ("B", "2")), 1.0)
+    variables = (("A", "1"), ("B", "2"), ("CUDA_VISIBLE_DEVICES", ""))
+    assert (a.service.command, a.service.environment, a.ttl) == (("x",), variables, 1.0)

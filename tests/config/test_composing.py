@@ -23,7 +23,7 @@ from anvil_mux.host.seam import HostConfig
 from anvil_mux.plugins import load
 from tests.config.files import GIB, plain
 from tests.config.test_compose import has_compose
-from tests.config.test_hosts import AB, ONE_HERE, RESERVED, TWO_HERE, composed, machine, one, places
+from tests.config.test_hosts import AB, ONE_HERE, RESERVED, TWO_HERE, composed, machine, one, places, problems
 
 # How they are described anew
 
@@ -36,11 +36,57 @@ def test_what_is_as_compose_has_it_is_not_described_anew(tmp_path: Path) -> None
     assert found.backends[0].service.digest == alone.backends[0].service.digest
 
 
-def test_a_gpu_that_compose_would_not_give_needs_a_service_of_its_own(tmp_path: Path) -> None:
+WIDER = [
+    ("gpus: all", "gpus: ['1']"),
+    ("gpus: [{count: 1}]", "gpus: ['1']"),
+    ("gpus: all, environment: {CUDA_VISIBLE_DEVICES: '1'}", ""),
+    ("gpus: all, environment: {CUDA_VISIBLE_DEVICES: '0'}", "gpus: ['1']"),
+    ("gpus: [{device_ids: ['0', '1']}], environment: {CUDA_VISIBLE_DEVICES: '1'}", ""),
+    ("deploy: {resources: {reservations: {devices: [{count: all, capabilities: [gpu]}]}}}", "gpus: ['1']"),
+    ("runtime: nvidia", "gpus: ['1']"),
+    ("runtime: nvidia, environment: {NVIDIA_VISIBLE_DEVICES: all}", "gpus: ['1']"),
+    ("devices: ['nvidia.com/gpu=all', /dev/fuse]", "gpus: ['1']"),
+    ("gpus: all, scale: 2", "gpus: ['1']"),
+]
+
+
+@pytest.mark.parametrize(("form", "own"), WIDER)
+def test_a_wider_reservation_is_narrowed_to_the_gpus_counted(tmp_path: Path, form: str, own: str) -> None:
+    found = one(tmp_path, own, form, present=TWO_HERE)
+    assert {(each.service_name, each.gpus) for each in found.backends} == {("m", ("1",))}
+    made = composed(found)["services"]["m"]
+    assert given(made) == ("1",)
+    assert not {"image", "ports", "scale"} & made.keys()
+    assert "CUDA_VISIBLE_DEVICES" not in (made.get("environment") or ())
+    assert made.get("runtime") is None
+
+
+@pytest.mark.parametrize(
+    ("form", "own", "there"),
+    [
+        ("gpus: all", "", TWO_HERE),
+        ("gpus: all", "gpus: ['0']", ONE_HERE),
+        ("gpus: [{device_ids: [GPU-x]}]", "gpus: ['0']", TWO_HERE),
+        ("gpus: [{device_ids: ['1', '0']}]", "gpus: ['0', '1']", TWO_HERE),
+        ("runtime: nvidia, environment: {NVIDIA_VISIBLE_DEVICES: '1'}", "", TWO_HERE),
+    ],
+)
+def test_a_reservation_of_the_very_gpus_is_kept(
+    tmp_path: Path, form: str, own: str, there: dict[str, Gpu]
+) -> None:
+    assert one(tmp_path, own, form, present=there).generated_compose == {}
+
+
+def test_all_gpus_are_written_out_where_it_is_not_known_which_there_are(tmp_path: Path) -> None:
+    found = one(tmp_path, "", "gpus: all", "gpus: ['0', '1']")
+    assert given(composed(found)["services"]["m"]) == ("0", "1")
+
+
+def test_a_gpu_that_compose_would_not_give_is_written_into_its_service(tmp_path: Path) -> None:
     found = one(tmp_path, "", RESERVED, "gpus: ['3']", present={"0": Gpu("0"), "3": Gpu("3")})
     (backend,) = found.backends
-    assert (backend.name, backend.service_name, backend.gpus) == ("m", "m.3", ("3",))
-    assert given(composed(found)["services"]["m.3"]) == ("3",)
+    assert (backend.name, backend.service_name, backend.gpus) == ("m", "m", ("3",))
+    assert given(composed(found)["services"]["m"]) == ("3",)
 
 
 def given(made: Mapping[str, Any]) -> str | tuple[str, ...] | None:
@@ -217,6 +263,73 @@ def test_a_host_gets_its_own_file_and_backends(tmp_path: Path) -> None:
     assert HostConfig.of(found).generated_compose == ""
 
 
+PROCESS = "runtime: process"
+CUDA = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+@pytest.mark.parametrize(
+    ("own", "environment", "expected"),
+    [
+        ("gpus: ['1']", "", CUDA | {"CUDA_VISIBLE_DEVICES": "1"}),
+        ("gpus: [GPU-x]", "", CUDA | {"CUDA_VISIBLE_DEVICES": "0"}),
+        ("gpus: ['1']", "CUDA_VISIBLE_DEVICES: '0'", CUDA | {"CUDA_VISIBLE_DEVICES": "1"}),
+        ("", "CUDA_VISIBLE_DEVICES: '1'", CUDA | {"CUDA_VISIBLE_DEVICES": "1"}),
+        ("", "CUDA_VISIBLE_DEVICES: GPU-x", CUDA | {"CUDA_VISIBLE_DEVICES": "0"}),
+        ("", "", CUDA | {"CUDA_VISIBLE_DEVICES": "0,1"}),
+        ("gpus: []", "", {"CUDA_VISIBLE_DEVICES": ""}),
+        ("", "CUDA_VISIBLE_DEVICES: ''", {"CUDA_VISIBLE_DEVICES": ""}),
+        ("gpus: [[ '0' ], ['1']]", "", CUDA | {"CUDA_VISIBLE_DEVICES": "0"}),
+    ],
+)
+def test_a_process_sees_the_gpus_counted_in_the_order_of_their_numbers(
+    tmp_path: Path, own: str, environment: str, expected: dict[str, str]
+) -> None:
+    rest = f"command: x --port $$PORT, environment: {{{environment}}}"
+    rest += ", scale: 2" if "[[" in own else ""
+    found = one(tmp_path, own, rest, PROCESS, present=TWO_HERE)
+    assert dict(found.backends[0].service.environment) == expected
+
+
+def test_a_process_that_says_nothing_is_limited_as_anvil_mux_is(tmp_path: Path) -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "1"}
+    (backend,) = one(tmp_path, "", "command: x", PROCESS, present=TWO_HERE, environ=environ).backends
+    assert (backend.gpus, dict(backend.service.environment)) == (("1",), CUDA | environ)
+
+
+def test_slots_that_cuda_does_not_know_are_not_written_for_it(tmp_path: Path) -> None:
+    rest = "command: x, environment: {CUDA_VISIBLE_DEVICES: '0'}"
+    (backend,) = one(tmp_path, "gpus: [fast]", rest, f"{PROCESS}, gpus: [fast, slow]").backends
+    assert dict(backend.service.environment) == {"CUDA_VISIBLE_DEVICES": "0"}
+
+
+@pytest.mark.parametrize(
+    ("top", "rest", "is_refused"),
+    [
+        (PROCESS, "command: x, environment: {CUDA_DEVICE_ORDER: FASTEST_FIRST}", True),
+        (PROCESS, "command: x, environment: {CUDA_DEVICE_ORDER: PCI_BUS_ID}", False),
+        (
+            PROCESS,
+            "command: x, environment: {CUDA_DEVICE_ORDER: FASTEST_FIRST, CUDA_VISIBLE_DEVICES: GPU-x}",
+            False,
+        ),
+        (
+            "",
+            "gpus: all, environment: {CUDA_DEVICE_ORDER: FASTEST_FIRST, CUDA_VISIBLE_DEVICES: '1'}",
+            True,
+        ),
+        ("", "gpus: [{device_ids: ['1']}], environment: {CUDA_DEVICE_ORDER: FASTEST_FIRST}", False),
+    ],
+)
+def test_another_order_of_cuda_is_refused_where_gpus_go_by_number(
+    tmp_path: Path, top: str, rest: str, is_refused: bool
+) -> None:
+    if not is_refused:
+        assert one(tmp_path, "", rest, top, present=TWO_HERE)
+        return
+    (problem,) = problems(tmp_path, "", rest, top, present=TWO_HERE)
+    assert "environment.CUDA_DEVICE_ORDER: must be PCI_BUS_ID, not FASTEST_FIRST" in problem
+
+
 def test_processes_see_the_gpus_of_their_candidate_alone(tmp_path: Path) -> None:
     top, rest = "runtime: process", "command: x --port $$PORT, environment: {A: b}"
     found = one(tmp_path, "hosts: [local, b], gpu_count: 1", rest, top, hosts=AB, present=ONE_HERE)
@@ -282,6 +395,12 @@ def test_whatever_is_written_each_backend_has_gpus_of_its_own_host(tmp_path: Pat
         if backend.host in hosts:
             assert set(backend.gpus) <= {gpu.id for gpu in hosts[backend.host].gpus}
     assert found.generated_compose == {} or runtime == "compose"
+    here = {each.service_name: each for each in found.backends if not each.host and runtime == "compose"}
+    written = yaml.safe_load(text)["services"]
+    overrides = composed(found)["services"] if "" in found.generated_compose else {}
+    for name, backend in here.items():
+        made = {**written.get(name, {}), **overrides.get(name, {})}
+        assert given(made) in (None, backend.gpus) or (given(made) == "all" and backend.gpus == (*present,))
     for host in found.generated_compose:
         check_file(found, host)
 
@@ -296,7 +415,7 @@ def check_file(config: Config, host: str) -> None:
     for name, made in services.items():
         backend: Backend = of_service[name]
         assert given(made) in (None, backend.gpus)
-        for port in made["ports"]:
+        for port in made.get("ports", ()):
             assert port["host_ip"] == address or (host and port["host_ip"].startswith("10.0.0."))
 
 
@@ -350,3 +469,28 @@ def test_compose_reads_the_files_as_they_are_meant(tmp_path: Path) -> None:
                 assert (volumes["/h"], volumes["/m"]) == (f"{tmp_path}/here", "models")
             assert said["volumes"]["models"]["name"] == "shared"
             assert said["networks"]["inner"]["name"] == "q_inner"
+
+
+@pytest.mark.skipif(not has_compose(), reason="needs the Docker Compose program")
+@pytest.mark.parametrize(("form", "own"), WIDER)
+def test_compose_gives_the_narrowed_gpus_and_leaves_the_rest(tmp_path: Path, form: str, own: str) -> None:
+    file = tmp_path / "compose.yaml"
+    rest = "image: x, profiles: [llm], ports: ['127.0.0.1::80'], tmpfs: [/t]"
+    (tmp_path / "more.env").write_text("CUDA_VISIBLE_DEVICES=1\nOTHER=$$x\n")
+    file.write_text(f"name: p\nservices: {{m: {{{rest}, env_file: [more.env], x-anvil: {{{own}}}, {form}}}}}")
+    environ = {name: os.environ[name] for name in ("PATH", "HOME")}
+    config = load([file], environ=environ, compose=run_compose, present=TWO_HERE)
+    made = tmp_path / "generated.yaml"
+    made.write_text(config.generated_compose[""])
+    argv = ["docker", "compose", "-f", str(file), "-f", str(made), "-p", "p", "--profile", "*"]
+    done = subprocess.run(
+        [*argv, "config", "--format", "json"], env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    (described,) = json.loads(done.stdout)["services"].values()
+    assert given(described) == ("1",)
+    assert "runtime" not in described
+    assert described["tmpfs"] == ["/t"]
+    assert "CUDA_VISIBLE_DEVICES" not in described["environment"]
+    assert described["environment"]["OTHER"] == "$$x"
+    assert [each["host_ip"] for each in described["ports"]] == ["127.0.0.1"]

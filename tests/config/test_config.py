@@ -320,7 +320,7 @@ READ = {
         gpus: all -> reservation
         deploy: {resources: {reservations: {devices: [{capabilities: [gpu]}]}}} -> reservation
         devices: ['nvidia.com/gpu=0'] -> cdi
-        runtime: nvidia ->
+        runtime: nvidia -> reservation
         devices: [/dev/dri] ->
     """,
     "port": """

@@ -198,3 +198,51 @@ def test_a_file_by_its_path_keeps_its_colons() -> None:
     node = "/dev/dri/by-path/pci-0000:03:00.0-render"
     for written in (node, f"{node}:/dev/dri/renderD128", {"source": node}):
         assert service.by_files({"devices": [written]}, {}) == GivenGpus(("amd", "intel"), (node,))
+
+
+@pytest.mark.parametrize(
+    ("environment", "own", "expected", "written"),
+    [
+        ("HIP_VISIBLE_DEVICES: '1'", "", ("amd1",), {"ROCR_VISIBLE_DEVICES": "1"}),
+        ("ROCR_VISIBLE_DEVICES: '1'", "", ("amd1",), {"ROCR_VISIBLE_DEVICES": "1"}),
+        ("CUDA_VISIBLE_DEVICES: '1'", "", ("amd1",), {"ROCR_VISIBLE_DEVICES": "1"}),
+        ("GPU_DEVICE_ORDINAL: '1'", "", ("amd1",), {"ROCR_VISIBLE_DEVICES": "1"}),
+        (
+            "ROCR_VISIBLE_DEVICES: '1,0', HIP_VISIBLE_DEVICES: '0'",
+            "",
+            ("amd1",),
+            {"ROCR_VISIBLE_DEVICES": "1"},
+        ),
+        ("HIP_VISIBLE_DEVICES: '0'", "gpus: [amd1]", ("amd1",), {"ROCR_VISIBLE_DEVICES": "1"}),
+        ("", "", ("amd0", "amd1"), {"ROCR_VISIBLE_DEVICES": "0,1"}),
+        ("HIP_VISIBLE_DEVICES: GPU-deadbeef", "", ("amd0", "amd1"), {"ROCR_VISIBLE_DEVICES": "0,1"}),
+    ],
+)
+def test_a_process_has_the_amd_gpus_that_its_variables_leave(
+    tmp_path: Path, environment: str, own: str, expected: tuple[str, ...], written: dict[str, str]
+) -> None:
+    rest = f"command: [x], environment: {{{environment}}}"
+    (backend,) = one(tmp_path, own, rest, "runtime: process", present=TWO_AMD).backends
+    assert (backend.gpus, dict(backend.service.environment)) == (expected, written)
+
+
+def test_a_process_has_the_intel_gpus_of_its_mask(tmp_path: Path) -> None:
+    there = card("intel0", 128) | card("intel1", 129)
+    order = {"ZE_ENABLE_PCI_ID_DEVICE_ORDER": "1"}
+    for rest, own, mask in (
+        ("environment: {ZE_AFFINITY_MASK: '1.0'}", "", "1"),
+        ("environment: {ONEAPI_DEVICE_SELECTOR: 'level_zero:0'}", "gpus: [intel1]", "1"),
+        ("", "", "0,1"),
+    ):
+        found = one(tmp_path, own, f"command: [x], {rest}", "runtime: process", present=there)
+        (backend,) = found.backends
+        assert dict(backend.service.environment) == order | {"ZE_AFFINITY_MASK": mask}
+        assert backend.gpus == tuple(f"intel{number}" for number in mask.split(","))
+
+
+def test_a_container_is_given_only_the_amd_gpu_that_its_settings_name(tmp_path: Path) -> None:
+    made = composed(one(tmp_path, "gpus: [amd1]", ROCM, present=TWO_AMD))["services"]["m"]
+    assert made["devices"] == ["/dev/kfd", "/dev/dri/renderD128"]
+    unknown = one(tmp_path, "gpus: [amd1]", ROCM, "gpus: {amd0: {vram: 8GiB}, amd1: {vram: 8GiB}}")
+    made = composed(unknown)["services"]["m"]
+    assert made["environment"] == {"ROCR_VISIBLE_DEVICES": "1"}

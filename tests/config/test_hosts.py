@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from anvil_mux.config import change
 from anvil_mux.config.config import SERVICE_NAME, Config
@@ -48,9 +48,23 @@ def places(config: Config) -> dict[str, str]:
 
 
 def composed(config: Config, host: str = "") -> dict[str, Any]:
-    """The file for a host, with variables' signs as they are meant."""
-    found: dict[str, Any] = json.loads(config.generated_compose[host].replace("$$", "$"))
+    """The file for a host, with variables' signs as they are meant; a key that is reset is None."""
+    found: dict[str, Any] = yaml.load(config.generated_compose[host].replace("$$", "$"), _Loader)
     return found
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads what Compose overrides and resets as what it then is."""
+
+
+def _tagged(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
+    if isinstance(node, yaml.MappingNode):
+        return loader.construct_mapping(node, deep=True)
+    return loader.construct_sequence(node, deep=True) if isinstance(node, yaml.SequenceNode) else None
+
+
+_Loader.add_constructor("!override", _tagged)
+_Loader.add_constructor("!reset", _tagged)
 
 
 RESERVED = "gpus: [{count: 1}]"
