@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Callable, Mapping
@@ -16,6 +17,18 @@ def state_folder(project: str, environ: Mapping[str, str]) -> Path:
     """The folder of all that outlives the program: notes of its own, records and logs of processes."""
     home = environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
     return Path(home, "anvil-mux", project)
+
+
+def is_served(folder: Path) -> bool:
+    """Whether an anvil-mux of this machine serves the project whose state ``folder`` this is."""
+    try:
+        with open(folder / "lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def write_whole(file: Path, text: str, mode: int = 0o666, *, is_durable: bool = False) -> None:

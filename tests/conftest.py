@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from anvil_mux import clock
+from anvil_mux.host.seam import MACHINE
 from tests.chromium import Chromium
 from tests.fake_cuda import COMPILER, FakeCuda, build_library
 from tests.fake_engine import Rig
@@ -41,6 +42,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _mistakes() -> None:
     """No test meets the mistakes that another one's threads made on purpose."""
     clock._mistakes.clear()
+
+
+os.environ[MACHINE] = f"tests-{os.getpid()}"
+"""Engines of tests that run side by side are on the same GPUs, so each process of pytest is a machine of its
+own, and so is each module and each test."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _machine_of_module(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MACHINE, f"{os.environ[MACHINE]}/{request.module.__name__}")
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setenv(MACHINE, f"{os.environ[MACHINE]}/{request.node.name}")
 
 
 @pytest.fixture

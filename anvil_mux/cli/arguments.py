@@ -242,11 +242,10 @@ def running_at(url: str) -> RunningMux | None:
 
 def unserved() -> list[Path]:
     """The state folders of this user's projects that have services, and that no anvil-mux serves."""
-    from anvil_mux.serve import remote
-    from anvil_mux.state import state_folder
+    from anvil_mux.state import is_served, state_folder
 
     noted = [file.parent for file in sorted(state_folder("", os.environ).glob("*/services"))]
-    return [folder for folder in noted if not remote.is_served(folder)]
+    return [folder for folder in noted if not is_served(folder)]
 
 
 def left_lines(project: str = "") -> Iterator[str]:

@@ -118,15 +118,14 @@ def stop(given: argparse.Namespace) -> int:
     """End the engines that an anvil-mux has left; one that runs is asked to unload all its models."""
     from anvil_mux.config.config import Config
     from anvil_mux.host.local import LeftEngines
-    from anvil_mux.serve import remote
     from anvil_mux.serve.files import locked
-    from anvil_mux.state import state_folder
+    from anvil_mux.state import is_served, state_folder
 
     if given.all:
         folders = unserved()
     else:
         folders = [state_folder(configuration(given.files).project, os.environ)]
-        if remote.is_served(folders[0]):
+        if is_served(folders[0]):
             return answer(given, ask(given, "POST", "/models/unload", {"all": True}), _say_unloaded)
     projects: list[LeftEngines] = []
     for folder in folders:

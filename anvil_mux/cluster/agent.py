@@ -58,7 +58,9 @@ log = logging.getLogger(__name__)
 
 STEPS = frozenset({"load", "evict", "demote", "stop", "adopt"})
 """The methods of a host that are begun as steps."""
-CALLS = frozenset({"running", "orphans", "cancel", "ended", "answers", "watch_gpus", "problem", "read_ahead"})
+CALLS = frozenset(
+    {"running", "orphans", "occupants", "cancel", "ended", "answers", "watch_gpus", "problem", "read_ahead"}
+)
 """The methods of a host that its owner may call directly."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 """The pattern for names that become names of files here, or words of commands."""

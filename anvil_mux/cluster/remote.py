@@ -47,6 +47,7 @@ from anvil_mux.host.seam import (
     HostNews,
     Inventory,
     Loaded,
+    Occupant,
     url_of,
 )
 
@@ -229,6 +230,9 @@ class RemoteHost:
     def orphans(self) -> list[Backend]:
         orphans = self._ask(list[Backend], "orphans", timeout=LONG_SECONDS)
         return [replace(orphan, host=self.name) for orphan in orphans]  # there each is on its own host
+
+    def occupants(self) -> list[Occupant]:
+        return self._ask(list[Occupant], "occupants", timeout=LONG_SECONDS)
 
     def adopt(self, backend: Backend) -> Found:
         found: Found = self._step(FOUND, "adopt", backend, patience=PATIENCE_SECONDS)

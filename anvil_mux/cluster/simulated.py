@@ -26,7 +26,7 @@ from anvil_mux.cluster.agent import Agent, local_host
 from anvil_mux.cluster.channel import ChildControl
 from anvil_mux.cluster.frames import AnswerPipe, CallFrame, Node, dump, read_frame
 from anvil_mux.host.local import LocalHost, inventory
-from anvil_mux.host.seam import HostConfig, HostGpu
+from anvil_mux.host.seam import MACHINE, HostConfig, HostGpu
 
 HOSTS = {"alpha": "127.0.0.2", "beta": "127.0.0.3", "gamma": "127.0.0.4"}
 """Host -> the loopback address of its engines."""
@@ -84,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     described = replace(inventory(options.address), gpus=gpus)
     environ, address = {**os.environ, "XDG_STATE_HOME": options.state}, options.address
+    environ[MACHINE] = f"{environ.get(MACHINE, '')}/{options.name}"
     hosts: list[LocalHost] = []
 
     def make(config: HostConfig, lock: int) -> LocalHost:

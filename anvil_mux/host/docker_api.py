@@ -30,13 +30,13 @@ import ssl
 import struct
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode, urlsplit
 
 from anvil_mux.clock import count_in
@@ -114,6 +114,29 @@ class Container:
             return 0.0
         zone = "+00:00" if found[3] == "Z" else found[3]
         return datetime.fromisoformat(found[1] + zone).timestamp() + float(f"0{found[2] or ''}")
+
+
+class ComposeContainer(NamedTuple):
+    """A container by what Compose has written on it, of whatever project."""
+
+    id: str
+    project: str
+    service: str
+    number: int
+    files: tuple[str, ...]
+    """The paths of the compose files that it was made of."""
+
+    def word(self, noted: Collection[str]) -> str:
+        """Return the word by which notes know it, if it is among those that are ``noted``; else ""."""
+        words = (f"{self.service}/{self.number}", self.service)
+        return next((word for word in words if word in noted), "")
+
+
+def _compose_container(id: str, labels: Mapping[str, str]) -> ComposeContainer:
+    files = labels.get(f"{LABEL}.project.config_files", "")
+    number = count_in(labels.get(f"{LABEL}.container-number", "1")) or 1
+    project, service = labels.get(f"{LABEL}.project", ""), labels.get(f"{LABEL}.service", "")
+    return ComposeContainer(id, project, service, number, tuple(filter(None, files.split(","))))
 
 
 def _compose_hash(labels: Mapping[str, str], host: Mapping[str, Any]) -> str:
@@ -257,6 +280,11 @@ class ContainerEngine:
         words = [f"{LABEL}.{name}={value}" for name, value in labels.items() if value]
         listed = self._json("/containers/json", all=1, filters=_filters(label=words))
         return [(each["Id"], (each.get("Labels") or {}).get(f"{LABEL}.service", "")) for each in listed]
+
+    def running(self) -> list[ComposeContainer]:
+        """List the containers of all projects of Compose that run or are frozen, but one-off runs."""
+        listed = self._json("/containers/json", filters=_filters(label=[f"{LABEL}.oneoff=False"]))
+        return [_compose_container(str(each["Id"]), each.get("Labels") or {}) for each in listed]
 
     def inspect(self, id: str) -> Container | None:
         """Describe a container; None if it is gone."""

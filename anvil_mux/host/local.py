@@ -26,27 +26,28 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
 from anvil_mux.clock import Worker
 from anvil_mux.config.change import replaced
-from anvil_mux.config.config import SERVICE_NAME, Backend
+from anvil_mux.config.config import Backend
 from anvil_mux.config.kinds import gib
-from anvil_mux.config.service import Mounts, Service
-from anvil_mux.errors import ConfigError, LoadError, MuxError
+from anvil_mux.config.service import Mounts
+from anvil_mux.errors import BackendError, ConfigError, LoadError, MuxError
 from anvil_mux.host import cuda_checkpoint, engines, gpus
 from anvil_mux.host.containers import ContainerRuntime, DockerByHand
 from anvil_mux.host.engines import LoadLogs
 from anvil_mux.host.gpus import GpuMonitor, Gpus
 from anvil_mux.host.levels import CONTEXT, WAKES, ReportPhase, Swapper, host_bytes, may_sleep
+from anvil_mux.host.notes import Notes
+from anvil_mux.host.occupants import find_occupants
 from anvil_mux.host.processes import ProcessRuntime
 from anvil_mux.host.project import missing_images
 from anvil_mux.host.prompts import KeptPrompt, PromptCache
@@ -65,6 +66,7 @@ from anvil_mux.host.seam import (
     Inventory,
     Loaded,
     LoadStage,
+    Occupant,
     PhaseTook,
     PromptsKept,
     Runtime,
@@ -75,13 +77,11 @@ from anvil_mux.host.seam import (
 from anvil_mux.host.starter import Detached
 from anvil_mux.host.weights import ReadAhead, weights_of
 from anvil_mux.protocol.cards import NOTHING_KNOWN
-from anvil_mux.state import state_folder, text_of, write_whole
+from anvil_mux.state import state_folder
 
 log = logging.getLogger(__name__)
 
 MOST_NEWS = 1000
-WORD = re.compile(rf"{SERVICE_NAME.pattern}(/[0-9]{{1,9}})?")
-"""A word of the notes by which a backend is known."""
 
 
 def build_runtime(
@@ -134,7 +134,8 @@ class LocalHost:
         """The runtime, of use within this package alone."""
         found = gpus.probe() if described is None else Gpus()
         self._inventory = described or Inventory(found.listed, gpus.host_memory()[0], address)
-        state = state_folder(config.project, os.environ if environ is None else environ)
+        self._environ = os.environ if environ is None else environ
+        self._state = state = state_folder(config.project, self._environ)
         self._notes = Notes(state)
         self._board = NewsBoard()
         self._prompts = PromptCache(kept=self._prompts_kept, state=state)
@@ -206,9 +207,15 @@ class LocalHost:
         return list(self._urls)
 
     def orphans(self) -> list[Backend]:
-        found = self._notes.orphans(self._config.backends)
+        found = {each.name: each for each in self._notes.orphans(self._config.backends)}
+        if self._config.runtime == "process":
+            strays = RunRecords(self._state).strays(self._backends)
+            found |= {run.backend: Backend(run.backend, run.backend) for run in strays}
         self._notes.add(self._config.backends)
-        return found
+        return list(found.values())
+
+    def occupants(self) -> list[Occupant]:
+        return find_occupants(self._config, self._state, self._environ, self.runtime.owner)
 
     def adopt(self, backend: Backend) -> Found:
         self._loads.pop(backend.name, None)
@@ -252,6 +259,7 @@ class LocalHost:
     def load(self, backend: Backend, level: str, number: int = 0) -> Loaded:
         if self._unseen:
             raise LoadError(f"it could not be seen yet what runs here already: {self._unseen}")
+        self._refuse_occupied(backend, level)
         self._backends[backend.name] = backend
         self._notes.add([backend])  # which may have failed at the start
         reading = self._load_logs.reading(backend) if level == "stop" else nullcontext()
@@ -260,6 +268,22 @@ class LocalHost:
         self._loads[backend.name] = number
         self._cards.order(backend, loaded.url)
         return loaded
+
+    def _refuse_occupied(self, backend: Backend, level: str) -> None:
+        """Raise LoadError if an engine that is not ours may be on the GPUs of a backend, which is ended."""
+        try:
+            occupants = self.occupants() if backend.gpus else []
+        except BackendError as error:
+            if level != "stop":  # it is on its GPUs already, and wakes without the container runtime
+                return
+            raise LoadError(f"it cannot be determined who is on its GPUs: {error.message}") from None
+        occupant = next((each for each in occupants if each.is_on(backend.gpus)), None)
+        if occupant is None:
+            return
+        if level != "stop":
+            self._swapper.stop(backend)
+        advice = f". To end it: {occupant.end}" if occupant.end else ""
+        raise LoadError(f"{occupant}{advice}")
 
     def cancel(self, backend: Backend, number: int) -> None:
         self._swapper.cancel(backend, number)
@@ -446,81 +470,6 @@ ADOPT_SECONDS = 5.0
 """How long an engine that runs already may take to answer."""
 
 
-class Notes:
-    """Files in the state folder that tell a later start about backends; a program that is killed leaves them.
-
-    ``BACKEND.level`` holds the standby level that a backend was last told to take, ``services`` our services.
-    Any thread.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._services = folder / "services"
-        self._lock = threading.Lock()
-
-    def note_level(self, backend: str, level: str) -> None:
-        """Note the standby level that a backend is about to take, or that it ``WAKES``; "": neither."""
-        file = self._level_file(backend)
-        try:
-            if level:
-                write_whole(file, level)
-            else:
-                file.unlink(missing_ok=True)
-        except OSError as error:
-            log.warning("%s: its standby level cannot be noted: %s", backend, error)
-
-    def level(self, backend: str) -> str:
-        return text_of(self._level_file(backend))
-
-    def _level_file(self, backend: str) -> Path:
-        return self._folder / f"{backend}.level"
-
-    def orphans(self, backends: Iterable[Backend]) -> list[Backend]:
-        """List noted backends that are none of the ``backends``, with as much of each as ``stop`` needs."""
-        return [_of_word(word) for word in sorted(self._words() - set(map(_word, backends)))]
-
-    def add(self, backends: Iterable[Backend]) -> None:
-        """Note more backends; should the program end before others are stopped, the next start does that."""
-        with self._lock:
-            self._write(self._words() | set(map(_word, backends)))
-
-    def remove(self, backend: Backend) -> None:
-        """Forget a backend that was stopped."""
-        with self._lock:
-            self._write(self._words() - {_word(backend)})
-
-    def _words(self) -> set[str]:
-        """The words of the file; those that are none are left out: a power cut may have damaged it."""
-        words = set(text_of(self._services).split())
-        sound = set(filter(WORD.fullmatch, words))
-        if sound < words:
-            log.warning(
-                "%s is damaged: engines that the configuration has no longer may run on", self._services
-            )
-        return sound
-
-    def _write(self, words: Iterable[str]) -> None:
-        text = "\n".join(sorted(words))
-        try:
-            if text != text_of(self._services):
-                write_whole(self._services, text)
-        except OSError as error:
-            log.warning("which services are ours cannot be noted: %s", error)
-
-
-def _word(backend: Backend) -> str:
-    """A word by which a later start knows the backend when the configuration has it no longer."""
-    service = backend.service
-    return f"{service.name}/{service.number}" if service.name else backend.name
-
-
-def _of_word(word: str) -> Backend:
-    service, scaled, number = word.partition("/")
-    if not scaled:
-        return Backend(word, word)
-    return Backend(f"{service}-{number}", service, service=Service(name=service, number=int(number)))
-
-
 class Adopter:
     """Looks at engines; calls for different backends may come from several threads at once."""
 
@@ -621,7 +570,9 @@ class LeftEngines:
         self._running: list[tuple[Runtime, Backend]] = []
         noted = Notes(folder).orphans(())
         records = RunRecords(folder)
-        processes = [each for each in noted if records.has_room(each.name)]
+        runs = {run.backend for run in records.strays(())}
+        noted += [Backend(name, name) for name in sorted(runs - {each.name for each in noted})]
+        processes = [each for each in noted if each.name in runs or records.has_room(each.name)]
         containers = [each for each in noted if each not in processes]
         for kind, backends in (("process", processes), ("compose", containers)):
             if backends:

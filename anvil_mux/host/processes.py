@@ -23,7 +23,7 @@ import signal
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import repeat
@@ -35,17 +35,19 @@ from anvil_mux.config.service import SHOWING, Mounts
 from anvil_mux.errors import BackendError, ConfigError, LoadError
 from anvil_mux.host.engines import PORT_TAKEN
 from anvil_mux.host.runs import (
+    ENGINE,
     MARK,
     OURS,
     RunRecord,
     RunRecords,
     boot,
+    marked_runs,
     open_pidfd,
     stat_of,
 )
-from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, HostConfig, url_of
+from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, MACHINE, HostConfig, url_of
 from anvil_mux.host.starter import Child, OwnChildren, Starter, StarterLost, readable
-from anvil_mux.state import open_regular, state_folder
+from anvil_mux.state import is_served, open_regular, state_folder
 
 PLACE = re.compile(r"\$(?:\{(HOST|PORT)\}|(HOST|PORT)\b)")
 """The words of a command that stand for the address and the port at which the service is to listen."""
@@ -101,7 +103,8 @@ class ProcessRuntime:
             self._answer_for(backend.name, record)
             return record.url
         self.stop(backend)
-        self._log_file(backend.name).unlink(missing_ok=True)  # should it not come to a run, none is shown
+        with suppress(OSError):  # should it not come to a run, none is shown
+            self._log_file(backend.name).unlink(missing_ok=True)
         port, claim = _claim_port(backend, self._address)
         self._hold(backend.name, claim)
         intent = RunRecord(
@@ -111,10 +114,15 @@ class ProcessRuntime:
             url=url_of(self._address, port),
             mark=secrets.token_hex(8),
             described=described,
+            project=self._config.project,
+            backend=backend.name,
+            gpus=backend.gpus,
+            state=str(self._state),
+            machine=self._environ.get(MACHINE, ""),
         )
         self._records.write(backend.name, intent)
         try:
-            child = self._spawn(backend, port, intent.mark)
+            child = self._spawn(backend, port, intent)
         except LoadError:
             self._records.drop(backend.name)
             raise
@@ -173,7 +181,7 @@ class ProcessRuntime:
         return backend.service.mounts
 
     def owner(self, pid: int) -> str | None:
-        records = {name: record for name in self._names if (record := self._records.read(name))}
+        records = self._records.read_all(self._names)
         return next((name for name, record in records.items() if pid in record.members([pid])), None)
 
     def ended(self, backend: Backend) -> str | None:
@@ -191,14 +199,39 @@ class ProcessRuntime:
         return any(map(PORT_TAKEN.search, self.log_tail(backend)))
 
     def running(self) -> dict[str, str]:
-        found = {}
-        for name in self._names:
-            record = self._records.read(name)
-            if record is not None and record.is_alive():
+        records, found = self._records.read_all(self._names), {}
+        living = {name: record for name, record in records.items() if record.is_alive()}
+        living |= self._taken_over(self._names - living.keys())
+        for name, record in {**records, **living}.items():
+            if name in living:
                 found[name] = record.url
                 self._answer_for(name, record)
-            elif record is not None and record.members():
+            elif record.members():
                 found[name] = ""  # its workers have outlived it
+        return found
+
+    def _taken_over(self, names: Container[str]) -> dict[str, RunRecord]:
+        """Make the runs ours that another state folder has, and that are exactly what we would start.
+
+        Whoever started them had another home, another name of the project or another folder, and has ended.
+        """
+        wanted = {each.name: each for each in self._config.backends if each.name in names}
+        found: dict[str, RunRecord] = {}
+        for run in marked_runs() if wanted else ():
+            backend = wanted.get(run.backend)
+            is_free = run.state != str(self._state) and not is_served(Path(run.state))
+            is_same = backend and run.described == _described(backend, self._address)
+            if (
+                is_same
+                and is_free
+                and run.machine == self._environ.get(MACHINE, "")
+                and run.backend not in found
+            ):
+                with suppress(BackendError):  # it is in memory; the next start knows it by its processes
+                    self._records.write(run.backend, run)
+                self._records.adopt(run.backend, run)
+                RunRecords(Path(run.state)).drop(run.backend)
+                found[run.backend] = run
         return found
 
     def differs(self, backend: Backend) -> str:
@@ -338,7 +371,7 @@ class ProcessRuntime:
 
     # Processes
 
-    def _spawn(self, backend: Backend, port: int, mark: str) -> Child:
+    def _spawn(self, backend: Backend, port: int, intent: RunRecord) -> Child:
         if not backend.service.command:
             raise LoadError(f"service {backend.name} has no command; runtime: process needs one")
         folder = self._folder(backend)
@@ -355,7 +388,7 @@ class ProcessRuntime:
             for name, value in self._environ.items()
             if not name.startswith(OURS) and name not in hidden
         }
-        env = {**inherited, **variables, **place, MARK: mark}
+        env = {**inherited, **variables, **place, MARK: intent.mark, ENGINE: intent.text}
         try:
             return self._starter.start(argv, cwd=folder, env=env, log=self._log_file(backend.name))
         except OSError as error:
@@ -379,7 +412,9 @@ class ProcessRuntime:
     # Logs
 
     def _log_file(self, name: str) -> Path:
-        return self._state / f"{name}.log"
+        """Return the log of the run that is known, or of the next one."""
+        record = self._records.known(name)
+        return Path(record.state if record and record.state else self._state) / f"{name}.log"
 
     def _opened_log(self, name: str) -> IO[bytes]:
         """A log for reading; OSError where its engine has put something else in its place."""

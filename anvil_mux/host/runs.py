@@ -5,27 +5,39 @@ boot it started in. A process that only has the same id is another process, and 
 
 Of a run are also the workers of its engine, which hold the GPU as well as its front does, may outlive it, and
 may begin sessions of their own. They are known by the mark that they have inherited in their environment.
+
+The file is the second of three witnesses. What was started or adopted is known from memory first. Where a
+file is missing or damaged, the processes themselves tell: their environment has a copy of the record
+(``ENGINE``), and their output goes to the log of their service. Only where none of the three knows of a run
+there is none.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import secrets
 import signal
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from anvil_mux.errors import BackendError, is_shortage
 from anvil_mux.host.starter import readable
+from anvil_mux.protocol import foreign
+
+log = logging.getLogger(__name__)
 
 OURS = "ANVIL_"
 """The beginning of the names of our variables, which hold API keys and settings; engines get none of them."""
 MARK = f"{OURS}MUX_RUN"
+ENGINE = f"{OURS}MUX_ENGINE"
+"""The variable of an engine with a copy of its record."""
 KILL_TIMEOUT = 10.0
 """Seconds that the kernel may take over SIGKILL."""
 RECORD_BYTES = 4096
@@ -45,6 +57,19 @@ class RunRecord:
     """The value of MARK in its environment."""
     described: Mapping[str, str] = field(default_factory=dict)
     """Part of the description that it was started by -> a digest of it; empty: they are not known."""
+    project: str = ""
+    backend: str = ""
+    gpus: tuple[str, ...] | None = None
+    """The ids of the GPUs that it was started on; None: not known."""
+    state: str = ""
+    """The state folder of the anvil-mux that started it, where its log is; "": not known."""
+    machine: str = ""
+    """The value of MACHINE there."""
+
+    @property
+    def text(self) -> str:
+        """The record as JSON, for its file and for ENGINE."""
+        return json.dumps(asdict(self))
 
     def is_alive(self) -> bool:
         """Whether the process that was started has not ended."""
@@ -123,7 +148,8 @@ class RunRecord:
 
 
 class RunRecords:
-    """The records of runs, ``NAME.json`` in a folder: written in place, in room that was kept for them.
+    """The runs of services in one state folder: in memory, and in ``NAME.json``, written in place, in room
+    that was kept for it.
 
     One that is dropped leaves its room as ``NAME.spare``, so that a disk that has become full keeps no
     service from being started in the place of another. Any thread, one at a time for each service.
@@ -133,49 +159,106 @@ class RunRecords:
         self._folder = folder
         # Held while a record is written: what is spare room to one must not be a record by then.
         self._writing = threading.Lock()
+        # Entries are set and read as a whole, by any thread.
+        self._known: dict[str, RunRecord | None] = {}
+        """Service -> its run, None if it has none; missing: that was never determined."""
         self.problem = ""
         """Why the last record could not be written, as a reason why no service can be started."""
 
     def read(self, name: str) -> RunRecord | None:
-        """The run of a service, also one that was about to be started; None: there is none."""
+        """Return the run of a service, also one that was about to be started; None: there is none."""
+        return self.read_all([name]).get(name)
+
+    def read_all(self, names: Iterable[str]) -> dict[str, RunRecord]:
+        """Return the runs of those services that have one; processes are read once for all of them."""
+        names = list(names)
+        unknown = [name for name in names if name not in self._known]
+        lost = {name: None for name in unknown if not self._learn(name)}
+        if lost:
+            runs = {run.backend: run for run in marked_runs() if self._is_here(run)}
+            self._known.update({name: runs.get(name) for name in lost})
+            for name in lost.keys() - runs.keys():
+                self._known[name] = self._by_log(name)
+        found = {name: self._known.get(name) for name in names}
+        begun = {name: run and (run if run.pid else run.begun()) for name, run in found.items()}
+        return {name: run for name, run in begun.items() if run}
+
+    def known(self, name: str) -> RunRecord | None:
+        """Return the run of a service as far as it is known from memory, though it may have ended."""
+        return self._known.get(name)
+
+    def adopt(self, name: str, record: RunRecord) -> None:
+        """Take a run as that of a service, whether its file can be written or not."""
+        self._known[name] = record
+
+    def strays(self, names: Container[str]) -> list[RunRecord]:
+        """List the runs of this folder whose services are not among ``names``."""
+        return [run for run in marked_runs() if self._is_here(run) and run.backend not in names]
+
+    def _is_here(self, run: RunRecord) -> bool:
+        return run.state == str(self._folder)
+
+    def _learn(self, name: str) -> bool:
+        """Learn the run of a service from its file; False if that does not tell."""
         try:
-            known = self._read(self._file(name))
-            names = [each.name for each in fields(RunRecord) if each.name in known]
-            record = RunRecord(**{name: known[name] for name in names})
+            record = self._read(self._file(name))
         except OSError as error:
             _check_shortage(error)
-            return None
+            return False
         except (ValueError, TypeError):
-            return None
-        if record.boot != boot():
-            return None
-        return record if record.pid else record.begun()
+            log.warning("%s is damaged: the processes of this machine are read instead", self._file(name))
+            return False
+        self._known[name] = record if record.boot == boot() else None
+        return True
 
-    def _read(self, file: Path) -> Any:
-        """Return what a record has in its file. ValueError, also at a second look: it is written in place."""
+    def _read(self, file: Path) -> RunRecord:
+        """Return the record in a file. ValueError, also at a second look: it is written in place."""
         try:
-            return json.loads(file.read_text())
+            return read_record(file.read_text())
         except ValueError:
-            return json.loads(file.read_text())
+            return read_record(file.read_text())
+
+    def _by_log(self, name: str) -> RunRecord | None:
+        """Return the run whose output goes to the log of a service, though its environment is lost."""
+        file = str(self._folder / f"{name}.log")
+        writers = [
+            (stat.started, pid, stat)
+            for pid in _processes()
+            if _output(pid) == file and (stat := stat_of(pid))
+        ]
+        living = [each for each in writers if not each[2].has_ended]
+        if not living:
+            return None
+        _, pid, first = min(living)
+        leader = stat_of(first.session)
+        began = leader.started if leader else first.started
+        return RunRecord(first.session or pid, began, boot(), "", secrets.token_hex(8), backend=name)
 
     def write(self, name: str, record: RunRecord) -> None:
         """Write down the run of a service; BackendError if that cannot be."""
-        file, spare = self._file(name), self._spare(name)
-        text = json.dumps(asdict(record))
         with self._writing:
-            if file.exists():
-                self._fill(file, text)
-                return
-            try:
-                self._fill(spare, text)
-            except BackendError:
-                if not self._take_room(spare):
-                    raise
-                self._fill(spare, text)
+            self._write(name, record.text)
+        self._known[name] = record
+
+    def _write(self, name: str, text: str) -> None:
+        file, spare = self._file(name), self._spare(name)
+        if os.path.exists(file):
+            self._fill(file, text)
+            return
+        try:
+            self._fill(spare, text)
+        except BackendError:
+            if not self._take_room(spare):
+                raise
+            self._fill(spare, text)
+        try:
             os.replace(spare, file)
+        except OSError as error:
+            raise self._unwritable(file, error) from None
 
     def drop(self, name: str) -> None:
         """Forget a run, where the disk may be written to; its room is kept for the next one."""
+        self._known[name] = None
         with self._writing, suppress(OSError):
             os.replace(self._file(name), self._spare(name))
 
@@ -210,15 +293,57 @@ class RunRecords:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            self.problem = f"services cannot be started: {self._folder} cannot be written: {error.strerror}"
-            raise BackendError(f"service {file.stem}: cannot write its record: {error}") from None
+            raise self._unwritable(file, error) from None
         self.problem = ""
+
+    def _unwritable(self, file: Path, error: OSError) -> BackendError:
+        self.problem = f"services cannot be started: {self._folder} cannot be written: {error.strerror}"
+        return BackendError(f"service {file.stem}: cannot write its record: {error}")
 
     def _file(self, name: str) -> Path:
         return self._folder / f"{name}.json"
 
     def _spare(self, name: str) -> Path:
         return self._folder / f"{name}.spare"
+
+
+def read_record(text: str) -> RunRecord:
+    """Return the record that a JSON text is; ValueError if it is not one."""
+    found = foreign.read_object(text) or {}
+    known = {name: value for name, value in found.items() if name in foreign.fields_of(RunRecord)}
+    try:
+        record = RunRecord(**foreign.some_of(RunRecord, known))
+    except TypeError as error:
+        raise ValueError(f"it is not a record: {error}") from None
+    if record.pid < 0 or not record.mark:
+        raise ValueError("it names no process")
+    return record
+
+
+def marked_runs() -> list[RunRecord]:
+    """List the runs of whatever anvil-mux whose processes carry a copy of their record.
+
+    They are those of this user; root reads the processes of all. The process of a run is the leader of its
+    session, or where that has ended the oldest that carries the copy.
+    """
+    oldest: dict[str, tuple[int, int, ProcessStat, RunRecord]] = {}
+    for pid in _processes():
+        stat = stat_of(pid)
+        if stat is None or stat.has_ended or pid == os.getpid():
+            continue
+        text = _variable(pid, ENGINE)
+        if not text:
+            continue
+        with suppress(ValueError):
+            record = read_record(text)
+            found = stat.started, pid, stat, record
+            oldest[record.mark] = min(found, oldest.get(record.mark, found), key=lambda each: each[:2])
+    runs = []
+    for started, pid, stat, record in oldest.values():
+        leader = stat_of(stat.session)
+        first = (stat.session, leader.started) if leader else (pid, started)
+        runs.append(replace(record, pid=first[0], started=first[1], boot=boot()))
+    return runs
 
 
 # Processes
@@ -235,6 +360,23 @@ def _variables(pid: int) -> bytes | None:
     except OSError as error:
         _check_shortage(error)
         return None
+
+
+def _variable(pid: int, name: str) -> str:
+    """Return a variable that a process was started with; "": it has none, or it cannot be read."""
+    start = f"{name}=".encode()
+    words = (_variables(pid) or b"").split(b"\0")
+    found = next((word for word in words if word.startswith(start)), start)
+    return found.removeprefix(start).decode(errors="replace")
+
+
+def _output(pid: int) -> str:
+    """Return the file to which a process prints; "" if that cannot be read."""
+    try:
+        return os.readlink(f"/proc/{pid}/fd/1").removesuffix(" (deleted)")
+    except OSError as error:
+        _check_shortage(error)
+        return ""
 
 
 class ProcessStat(NamedTuple):

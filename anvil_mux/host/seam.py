@@ -23,6 +23,8 @@ from anvil_mux.protocol.cards import ModelCard
 
 LOOPBACK = "127.0.0.1"
 """The address of engines that only their own machine is to reach."""
+MACHINE = "ANVIL_MUX_MACHINE"
+"""The variable that names the machine, where several are simulated on one; engines of others do not count."""
 LOG_LINES = 20
 """The last lines of an engine that are told by default."""
 FOLLOWED_LINES = 100
@@ -141,6 +143,35 @@ class Unfit:
 
 
 Found = Awake | Evicted | Unfit
+
+
+# The engines of others on the host
+
+
+@dataclass(frozen=True, slots=True)
+class Occupant:
+    """An engine on the host that an anvil-mux started and that is not one of the host's own backends."""
+
+    backend: str
+    """The name of its backend, in the configuration that it was started by."""
+    project: str
+    origin: str
+    """``left`` (no anvil-mux serves its project), ``served`` (one does), ``user`` (of another user)."""
+    gpus: tuple[str, ...] | None = None
+    """The ids of the GPUs that it was started on; None: unknown, so it may be on any."""
+    end: str = ""
+    """The command that ends it; "" if none is known."""
+
+    def is_on(self, gpus: Sequence[str]) -> bool:
+        """Return whether it may hold one of these GPUs."""
+        return self.gpus is None or not set(self.gpus).isdisjoint(gpus)
+
+    def __str__(self) -> str:
+        where = "a GPU" if self.gpus is None else f"GPU {', '.join(self.gpus)}"
+        who = {"served": "which another anvil-mux serves", "user": "of another user"}.get(
+            self.origin, "which no anvil-mux serves"
+        )
+        return f"{self.backend} of the project {self.project}, {who}, is on {where}"
 
 
 # The use of GPUs
@@ -298,6 +329,12 @@ class Host(Protocol):
 
     def orphans(self) -> list[Backend]:
         """The backends that an earlier start served here and that are configured no longer: to be stopped."""
+
+    def occupants(self) -> list[Occupant]:
+        """List the engines of other projects, other users and earlier starts that run here.
+
+        BackendError if that cannot be determined. ``load`` refuses GPUs that one of them may be on.
+        """
 
     def adopt(self, backend: Backend) -> Found:
         """Judge what to make of a backend that is ``running``, one call at a time; it may take seconds."""

@@ -179,6 +179,9 @@ class Adoption:
                 names.update(self._hosts[host].running())
             self.blind.discard(host)
             self.stop_orphans(host)
+            for occupant in self._hosts[host].occupants() if there else ():
+                advice = f". To end it: {occupant.end}" if occupant.end else ""
+                self._say(f"warning: {occupant}{advice}")
         except BackendError as error:
             self.blind.add(host)
             if not was_blind:

@@ -7,7 +7,6 @@ at hand, or the only one there is.
 
 from __future__ import annotations
 
-import fcntl
 import http.client
 import json
 import os
@@ -19,7 +18,7 @@ from urllib.parse import urlencode, urlsplit
 
 from anvil_mux.errors import BackendError, MuxError, printable
 from anvil_mux.protocol import foreign
-from anvil_mux.state import write_whole
+from anvil_mux.state import is_served, write_whole
 
 DEFAULT_URL = "http://127.0.0.1:9292"
 ASK_SECONDS = 10.0
@@ -70,18 +69,6 @@ def places(home: Path) -> list[RunningMux]:
         if is_served(file.parent):
             found.append(place)
     return found
-
-
-def is_served(folder: Path) -> bool:
-    """Whether an anvil-mux of this machine serves the project whose state ``folder`` this is."""
-    try:
-        with open(folder / "lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    return False
 
 
 def choose(found: Sequence[RunningMux], files: Sequence[str | Path]) -> str | None:

@@ -23,8 +23,7 @@ from anvil_mux.config.keys import Keyring
 from anvil_mux.config.keys import load as load_keys
 from anvil_mux.serve.files import locked, open_address
 from anvil_mux.serve.invocation import CannotServe, short
-from anvil_mux.serve.remote import is_served
-from anvil_mux.state import state_folder
+from anvil_mux.state import is_served, state_folder
 from tests.cli.demo import (
     PROJECT,
     ROOT,

@@ -1,12 +1,15 @@
 """What tells a later anvil-mux of the processes that an earlier one has started."""
 
 import errno
+import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -304,3 +307,90 @@ def test_where_no_record_can_be_written_that_is_a_problem_and_a_reload_is_refuse
 def test_records_and_logs_are_kept_in_the_state_folder(tmp_path):
     assert state_folder("p", {"XDG_STATE_HOME": "/s"}) == Path("/s/anvil-mux/p")
     assert state_folder("p", {}) == Path.home() / ".local/state/anvil-mux/p"
+
+
+# What the machine itself tells where records are lost
+
+
+def _truncate(file):
+    file.write_text(file.read_text()[:20])
+
+
+def _replace_by_folder(file):
+    file.unlink()
+    file.mkdir()
+
+
+DAMAGES = {
+    "folder removed": lambda file: shutil.rmtree(file.parent),
+    "removed": Path.unlink,
+    "truncated": _truncate,
+    "empty": lambda file: file.write_text(""),
+    "random bytes": lambda file: file.write_bytes(bytes(range(256)) * 16),
+    "zeros": lambda file: file.write_bytes(bytes(4096)),
+    "without a mark": lambda file: file.write_text('{"pid": 1, "started": 1, "boot": "x", "url": "u"}'),
+    "a list": lambda file: file.write_text("[]"),
+    "odd types": lambda file: file.write_text(
+        '{"pid": "x", "started": null, "boot": 1, "url": 5, "mark": []}'
+    ),
+    "a folder": _replace_by_folder,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("is_same_runtime", [True, False], ids=["serving", "a later start"])
+def test_an_engine_whose_record_is_lost_is_known_and_ended(house, damage, is_same_runtime):
+    backend = shell(FOREVER)
+    runtime = house.runtime(backend)
+    url = runtime.start(backend)
+    pid = house.pid()
+    DAMAGES[damage](house.file("a.json"))
+    if not is_same_runtime:
+        runtime.close()
+        runtime = house.runtime(backend)
+    assert runtime.running() == {"a": url}
+    assert runtime.differs(backend) == ""
+    assert runtime.owner(pid) == "a"
+    runtime.stop(backend)
+    assert not running(pid)
+    assert runtime.running() == {}
+
+
+def test_an_engine_that_has_lost_its_environment_too_is_known_by_its_log(house):
+    backend = command("env", "-i", "sleep", "1000")
+    first = house.started(backend)
+    seen(lambda: Path(f"/proc/{house.pid()}/environ").read_bytes(), lambda environ: not environ)
+    pid = house.pid()
+    first.close()
+    house.file("a.json").unlink()
+    second = house.runtime(backend)
+    assert second.running() == {"a": ""}, "its address is not known"
+    second.stop(backend)
+    assert not running(pid)
+
+
+@pytest.mark.parametrize("changed", ["home", "project"])
+def test_an_engine_of_the_same_description_is_taken_over_from_another_state_folder(house, changed):
+    backend = shell(FOREVER)
+    first = house.runtime(backend)
+    url = first.start(backend)
+    pid = house.pid()
+    first.close()
+    state = "other" if changed == "home" else "state"
+    project = "p" if changed == "home" else "q"
+    second = house.runtime(backend, state=state, project=project)
+    assert second.running() == {"a": url}
+    assert second.pids(backend) == [pid]
+    assert not house.file("a.json").exists()
+    second.stop(backend)
+    assert not running(pid)
+
+
+def test_an_engine_of_another_description_or_one_that_is_served_is_not_taken_over(house):
+    backend = shell(FOREVER)
+    house.started(backend)
+    other = replace(backend, gpus=("1",))
+    assert house.runtime(other, project="q").running() == {}
+    with open(house.file("lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert house.runtime(backend, project="q").running() == {}

@@ -48,9 +48,11 @@ class House:
         self.deaths: queue.Queue[str] = queue.Queue()
         self._open: list[tuple[ProcessRuntime, tuple[Backend, ...], threading.Thread]] = []
 
-    def runtime(self, *backends: Backend, address: str = "127.0.0.1") -> ProcessRuntime:
-        config = Config(backends=backends, project="p", files=(str(self.folder / "compose.yaml"),))
-        environ = {**os.environ, "XDG_STATE_HOME": str(self.folder / "state")}
+    def runtime(
+        self, *backends: Backend, address: str = "127.0.0.1", state: str = "state", project: str = "p"
+    ) -> ProcessRuntime:
+        config = Config(backends=backends, project=project, files=(str(self.folder / "compose.yaml"),))
+        environ = {**os.environ, "XDG_STATE_HOME": str(self.folder / state)}
         runtime = ProcessRuntime(config, environ=environ, address=address, starter=self.starter())
         watcher = threading.Thread(target=runtime.watch, args=(self.deaths.put,))
         watcher.start()
@@ -439,7 +441,8 @@ def test_none_of_our_own_variables_reaches_an_engine_unless_it_is_named(house, m
     backend = shell("env", service={"environment": (("ANVIL_NAMED", "1"),)})
     runtime = house.ended(backend)
     names = {line.partition("=")[0] for line in runtime.log_tail(backend, 1000)}
-    assert {name for name in names if name.startswith("ANVIL_")} == {"ANVIL_NAMED", "ANVIL_MUX_RUN"}
+    ours = {"ANVIL_NAMED", "ANVIL_MUX_RUN", "ANVIL_MUX_ENGINE"}
+    assert {name for name in names if name.startswith("ANVIL_")} == ours
     assert "PATH" in names
 
 

@@ -180,7 +180,7 @@ def test_one_anvil_mux_behind_another(tmp_path):
         (tmp_path / name).mkdir()
     cert, _ = make_certificate(tmp_path / "far")
     shutil.copy(cert, tmp_path / "near")
-    keys = {"ANVIL_API_KEYS": "k-of-near-to-far"}
+    keys = {"ANVIL_API_KEYS": "k-of-near-to-far", "ANVIL_MUX_MACHINE": "far"}
     far = begin(wrote(tmp_path / "far", FAR), state=tmp_path / "far", environ=keys)
     try:
         port = far.tells(r"https://127\.0\.0\.1:(\d+)")[1]

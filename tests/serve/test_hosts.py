@@ -62,6 +62,7 @@ def test_what_cannot_be_seen_at_the_start_is_taken_over_later_and_nothing_is_beg
     host = SimpleNamespace(
         running=running,
         orphans=lambda: [OLD],
+        occupants=list,
         adopt=lambda backend: Awake("http://a"),
         stop=lambda backend: told.append(("stop", [backend.name])),
     )

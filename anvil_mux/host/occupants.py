@@ -1,0 +1,103 @@
+"""The engines on the GPUs of this machine that another anvil-mux has started: of other projects and users.
+
+What this program has started it knows itself (runs.py, project.py). Everything else that any anvil-mux has
+started and that still runs is listed here, from what the machine itself tells:
+
+    processes   each carries a copy of its record in its environment, whatever state folder it is of
+    containers  those of projects that are noted in this user's state folders, and those that Compose made of
+                one of our own files under another name of the project
+
+A process of another user cannot be read, unless by root.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from anvil_mux.host.docker_api import ComposeContainer, ContainerEngine, Unreachable, find_endpoint
+from anvil_mux.host.notes import Notes, word_of
+from anvil_mux.host.runs import RunRecord, RunRecords, marked_runs
+from anvil_mux.host.seam import MACHINE, HostConfig, Occupant
+from anvil_mux.protocol import foreign
+from anvil_mux.state import is_served, text_of
+
+STOP = "anvil-mux stop --all"
+
+
+def find_occupants(
+    config: HostConfig, state: Path, environ: Mapping[str, str], owner: Callable[[int], str | None]
+) -> list[Occupant]:
+    """List the engines on this machine that are not of the project whose state folder this is.
+
+    ``owner``: see ``seam.Runtime``. BackendError if they cannot be determined.
+    """
+    return [*_processes(state, environ.get(MACHINE, ""), owner), *_containers(config, state, environ)]
+
+
+def _processes(state: Path, machine: str, owner: Callable[[int], str | None]) -> Iterator[Occupant]:
+    for run in marked_runs():
+        if run.machine == machine and run.state != str(state) and owner(run.pid) is None:
+            yield _of_run(run, state.parent)
+
+
+def _of_run(run: RunRecord, home: Path) -> Occupant:
+    folder = Path(run.state)
+    if is_served(folder):
+        return Occupant(run.backend, run.project, "served", run.gpus, _unload(folder, run.backend))
+    end = f"kill -- -{run.pid}"
+    if (folder / "services").exists():
+        elsewhere = "" if folder.parent == home else f"XDG_STATE_HOME={folder.parent.parent} "
+        end = f"{elsewhere}{STOP}"
+    return Occupant(run.backend, run.project, "left", run.gpus, end)
+
+
+def _unload(folder: Path, backend: str) -> str:
+    """Return the command by which the anvil-mux that serves a project unloads its models."""
+    place = foreign.read_object(text_of(folder / "address")) or {}
+    url = place.get("url")
+    return f"anvil-mux unload --all --url {url}" if isinstance(url, str) else ""
+
+
+def _containers(config: HostConfig, state: Path, environ: Mapping[str, str]) -> Iterator[Occupant]:
+    noted = {folder.name: folder for folder in _other_folders(state) if _noted_containers(folder)}
+    files = {os.path.abspath(file) for file in config.files}
+    if not noted and config.runtime != "compose":
+        return
+    try:
+        running = ContainerEngine(find_endpoint(environ)).running()
+    except Unreachable:
+        if config.runtime == "compose":
+            raise
+        return  # no engine of containers is there, and so no container
+    for each in running:
+        if each.project == config.project:
+            continue
+        if (folder := noted.get(each.project)) and (word := each.word(_noted_containers(folder))):
+            gpus = Notes(folder).gpus(word)
+            if is_served(folder):
+                yield Occupant(each.service, each.project, "served", gpus, _unload(folder, each.service))
+            else:
+                yield Occupant(each.service, each.project, "left", gpus, STOP)
+        elif files & set(each.files):
+            yield from _of_our_file(config, each)
+
+
+def _of_our_file(config: HostConfig, container: ComposeContainer) -> Iterator[Occupant]:
+    for backend in config.backends:
+        if (backend.service_name, backend.service.number) == (container.service, container.number):
+            end = f"docker stop {container.id[:12]}"
+            yield Occupant(container.service, container.project, "left", backend.gpus, end)
+
+
+def _other_folders(state: Path) -> list[Path]:
+    """List the state folders of this user's other projects."""
+    return [file.parent for file in sorted(state.parent.glob("*/services")) if file.parent != state]
+
+
+def _noted_containers(folder: Path) -> set[str]:
+    """Return the noted services of a project that are containers, as words of its notes."""
+    records = RunRecords(folder)
+    noted = Notes(folder).orphans(())
+    return {word_of(each) for each in noted if not records.has_room(each.name)}

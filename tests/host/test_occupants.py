@@ -1,0 +1,138 @@
+"""Engines of other projects on the GPUs of a host: who started them, who asks, and what was lost between."""
+
+import dataclasses
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.service import Service
+from anvil_mux.errors import LoadError
+from anvil_mux.host.local import LeftEngines, LocalHost
+from anvil_mux.host.seam import MACHINE, HostConfig, Occupant
+from anvil_mux.state import state_folder
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+COMMAND = (str(ROOT / "bin" / "demo-engine"), "--model", "a", "--load-seconds", "0")
+A = Backend("a", "a", gpus=("0",), load_timeout=30.0, service=Service(command=COMMAND))
+B = Backend("b", "a", gpus=("0",), load_timeout=30.0, service=Service(command=COMMAND))
+OTHER_GPU = dataclasses.replace(B, gpus=("1",))
+
+
+@pytest.fixture
+def open_host(tmp_path):
+    """Open hosts for projects, which are closed with the test; ``home`` is where they have their state."""
+    hosts = []
+
+    def make(*backends, project="p", home="home", **environ):
+        config = HostConfig.of(Config(backends, project=project, runtime="process"))
+        variables = {**os.environ, "XDG_STATE_HOME": str(tmp_path / home), **environ}
+        state_folder(project, variables).mkdir(parents=True, exist_ok=True)
+        hosts.append((LocalHost(config, environ=variables), backends))
+        return hosts[-1][0]
+
+    yield make
+    for host, backends in hosts:
+        for backend in backends:
+            host.stop(backend)
+        host.close()
+
+
+def lose_nothing(folder):
+    pass
+
+
+def lose_record(folder):
+    (folder / "a.json").unlink()
+
+
+def lose_notes(folder):
+    (folder / "services").write_bytes(bytes(range(256)))
+    (folder / "a.json").write_text("[]")
+
+
+LOST = [lose_nothing, lose_record, lose_notes, shutil.rmtree]
+ASKS = [{"project": "q"}, {"home": "other"}, {"project": "q", "home": "other"}]
+
+
+@pytest.mark.parametrize("lose", LOST)
+@pytest.mark.parametrize("asks", ASKS, ids=["project", "home", "both"])
+def test_an_engine_of_another_project_or_home_keeps_its_gpu(open_host, tmp_path, lose, asks):
+    first = open_host(A)
+    first.load(A, "stop", 1)
+    lose(tmp_path / "home" / "anvil-mux" / "p")
+    second = open_host(B, OTHER_GPU, **asks)
+    assert second.running() == []
+    [occupant] = second.occupants()
+    assert (occupant.backend, occupant.project, occupant.origin, occupant.gpus) == ("a", "p", "left", ("0",))
+    assert occupant.end
+    with pytest.raises(LoadError, match=r"a of the project p, which no anvil-mux serves, is on GPU 0. To"):
+        second.load(B, "stop", 1)
+    second.load(OTHER_GPU, "stop", 2)
+    second.stop(OTHER_GPU)
+    first.stop(A)
+    assert second.occupants() == []
+    second.load(B, "stop", 3)
+
+
+@pytest.mark.parametrize("lose", LOST)
+@pytest.mark.parametrize("asks", [{}, *ASKS], ids=["same", "project", "home", "both"])
+def test_an_engine_of_the_same_description_is_adopted(open_host, tmp_path, lose, asks):
+    first = open_host(A)
+    url = first.load(A, "stop", 1).url
+    pids = first.runtime.pids(A)
+    first.close()
+    lose(tmp_path / "home" / "anvil-mux" / "p")
+    second = open_host(A, **asks)
+    assert second.running() == ["a"]
+    assert second.adopt(A).url == url
+    assert second.occupants() == []
+    second.evict(A, "stop")
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.parametrize("lose", LOST)
+def test_an_engine_that_is_configured_no_longer_is_an_orphan(open_host, tmp_path, lose):
+    first = open_host(A)
+    first.load(A, "stop", 1)
+    lose(tmp_path / "home" / "anvil-mux" / "p")
+    second = open_host(B)
+    assert [backend.name for backend in second.orphans()] == ["a"]
+
+
+def test_an_engine_that_another_anvil_mux_serves_is_reported_as_such(open_host, tmp_path):
+    first = open_host(A)
+    first.load(A, "stop", 1)
+    folder = tmp_path / "home" / "anvil-mux" / "p"
+    (folder / "address").write_text('{"url": "http://127.0.0.1:1", "files": []}')
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        end = "anvil-mux unload --all --url http://127.0.0.1:1"
+        second = open_host(A, home="other")
+        assert second.running() == []
+        assert second.occupants() == [Occupant("a", "p", "served", ("0",), end)]
+
+
+def test_engines_of_another_simulated_machine_do_not_count(open_host):
+    open_host(A).load(A, "stop", 1)
+    second = open_host(A, home="other", **{MACHINE: "another"})
+    assert second.running() == []
+    assert second.occupants() == []
+
+
+@pytest.mark.parametrize("lose", [lose_nothing, lose_record, lose_notes])
+def test_left_engines_are_ended_by_the_command_whatever_was_lost(open_host, tmp_path, monkeypatch, lose):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
+    first = open_host(A)
+    first.load(A, "stop", 1)
+    pids = first.runtime.pids(A)
+    first.close()
+    folder = tmp_path / "home" / "anvil-mux" / "p"
+    lose(folder)
+    left = LeftEngines(folder)
+    assert left.names == ["a"]
+    left.stop()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
