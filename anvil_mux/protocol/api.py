@@ -50,10 +50,12 @@ NO_ROUTE = Route("openai", "none")
 """The route of a request that goes to no engine."""
 
 
+RESPONSES = "/v1/responses"
+"""The path of routes whose requests may refer to an earlier answer, and how such paths begin."""
 _POST: tuple[tuple[Route, str], ...] = (
     (Route("openai", "json", "chat", True), "/v1/chat/completions"),
     (Route("openai", "json", "completion", True), "/v1/completions"),
-    (Route("openai", "json", "responses", True), "/v1/responses"),
+    (Route("openai", "json", "responses", True), RESPONSES),
     (
         Route("openai", "json"),
         "/v1/embeddings /v1/moderations /v1/decisions /v1/responses/compact /v1/responses/input_tokens "

@@ -48,6 +48,7 @@ from anvil_mux.proxy.question import (
     Question,
     StoredResponses,
     answer_id,
+    engine_route,
     has_answer_id,
 )
 from anvil_mux.proxy.reply import CAPTURED_BYTES, JSON, Reply
@@ -170,7 +171,7 @@ class Attempt:
             response = self._ask(method, request_head(question, self.lease), body)
             if route.translated and response.status in LACKING:
                 raise _Lacking
-            if route.beat == "responses" and response.status == 200:
+            if engine_route(question.context).beat == "responses" and response.status == 200:
                 self._note_stored()
             if exchange.whole and reply.form != "event":
                 self.record.said = data = exchange.data

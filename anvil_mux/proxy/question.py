@@ -144,7 +144,7 @@ class Questions:
         if context.route.path.startswith(SESSIONS):
             _check_session(question)
         if id := _earlier_answer(question):
-            if self._stored.is_anothers(id, context.key):
+            if not self._stored.may_use(id, context.key):
                 raise _no_answer(id)
             question = replace(question, previous_answer=id)
         return self._chosen(question) if question.target.rules else question
@@ -661,26 +661,39 @@ class StoredResponses:
             kept = self._kept.get(id)
         return kept if kept and kept.key == (key and key.rights) else None
 
-    def is_anothers(self, id: str, key: Key | None) -> bool:
-        """Whether there is an answer of that id, which another key than ``key`` asked for."""
+    def may_use(self, id: str, key: Key | None) -> bool:
+        """Return whether a request with ``key`` may refer to the answer of that id.
+
+        An engine may keep answers that were forgotten here (by a restart, say), and does not know keys. So an
+        unknown id is let through only for those who may read engines' logs as well.
+        """
         with self._lock:
-            return id in self._kept and self._kept[id].key != (key and key.rights)
+            kept = self._kept.get(id)
+        if kept is None:
+            return key is None or key.admin
+        return kept.key == (key and key.rights)
+
+
+def engine_route(context: RequestContext) -> api.Route:
+    """Return the route that the engine is asked for: for a path below /upstream/ that of its rest."""
+    route = context.route
+    if route.model_in == "upstream":
+        return api.match(context.request.method, route.path) or api.NO_ROUTE
+    return route
 
 
 def _earlier_answer(question: Question) -> str:
     """The id of the answer that a question goes on from, or is about, also below /upstream/; "" for none."""
-    route, body = question.context.route, question.body
-    if route.model_in == "upstream":
-        route = api.match(question.context.request.method, route.path) or api.NO_ROUTE
+    route, body = engine_route(question.context), question.body
     if route.model_in == "answer":
         return api.answer_in_path(route.path)
-    if route.beat != "responses" or isinstance(body, Spool):
+    if not route.path.startswith(api.RESPONSES) or isinstance(body, Spool):
         return ""
     return naming.string_of(body, "previous_response_id")
 
 
 def _no_answer(id: str) -> NotFound:
-    return NotFound(f"There is no answer {id}: it was never given, or its engine was evicted since.")
+    return NotFound(f"Response {id} not found: its id is unknown here, or its model was unloaded since.")
 
 
 def answer_id(answer: bytes) -> str:

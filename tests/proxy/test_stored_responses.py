@@ -146,6 +146,59 @@ def test_nobody_goes_on_from_the_answer_to_another_key(make_rig, path, body, sta
     assert rig.ask(body, path, shows("first-secret-key")).status == again
 
 
+BODY_OF_ANOTHER = b'{"model":"m","input":"x","previous_response_id":"resp_1"}'
+WAYS_TO_ANOTHERS_ANSWER = [
+    (b"POST", b"/v1/responses", BODY_OF_ANOTHER),
+    (b"POST", b"/v1/responses", BODY_OF_ANOTHER.replace(b"resp_1", b"resp_1\\u0000")),
+    (b"POST", b"/v1/responses/compact", BODY_OF_ANOTHER),
+    (b"POST", b"/v1/responses/input_tokens", BODY_OF_ANOTHER),
+    (b"POST", b"/openai/v1/responses/compact", BODY_OF_ANOTHER),
+    (b"POST", b"/v1/engines/m/responses", BODY_OF_ANOTHER),
+    (b"POST", b"/upstream/m/v1/responses", BODY_OF_ANOTHER),
+    (b"POST", b"/upstream/m/v1/responses/compact", BODY_OF_ANOTHER),
+    (b"GET", b"/v1/responses/resp_1", b""),
+    (b"GET", b"/v1/responses/resp_1/input_items", b""),
+    (b"POST", b"/v1/responses/resp_1/cancel", b"{}"),
+    (b"DELETE", b"/v1/responses/resp_1", b""),
+    (b"GET", b"/upstream/m/v1/responses/resp_1", b""),
+    (b"GET", b"/upstream/m/responses/resp_1", b""),
+    (b"POST", b"/upstream/m/v1/responses/resp_1/cancel", b"{}"),
+]
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "forgotten"])
+@pytest.mark.parametrize(("method", "path", "body"), WAYS_TO_ANOTHERS_ANSWER)
+def test_answer_of_another_key_is_not_found_by_any_route(make_rig, method, path, body, is_known):
+    ring = keyring("first-secret-key models=m;second-secret-key models=m")
+    rig = make_rig(keys=ring, backends=(Backend("a", "m", ("0",)), Backend("b", "b", ("0",))))
+    answer(ask(rig, extra=shows("first-secret-key")), rig.engine, "resp_1" if is_known else "resp_other")
+    head = (
+        b"%b %b HTTP/1.1\r\nHost: localhost\r\n%bContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    )
+    client = rig.client()
+    client.send(head % (method, path, shows("second-secret-key"), len(body)) + body)
+    assert client.read().status == 404
+    assert rig.engine.asked.empty()
+
+
+def test_forgotten_answer_is_passed_on_for_an_admin_and_without_keys(make_rig):
+    for ring in (keyring("first-secret-key;second-secret-key models=m"), keyring()):
+        rig = make_rig(keys=ring, backends=(Backend("a", "m", ("0",)), Backend("b", "b", ("0",))))
+        answer(ask(rig, "resp_of_old", extra=shows("first-secret-key")), rig.engine, "resp_1")
+
+
+def test_answer_below_upstream_is_known_to_be_its_keys(make_rig):
+    rig = make_rig(
+        keys=keyring("first-secret-key models=m;second-secret-key models=m"),
+        backends=(Backend("a", "m", ("0",)),),
+    )
+    own = shows("first-secret-key")
+    client = rig.client()
+    client.post(b'{"model":"m","input":"x"}', b"/upstream/m/v1/responses", own)
+    answer(client, rig.engine, "resp_1")
+    answer(ask(rig, "resp_1", own), rig.engine, "resp_2")
+
+
 @pytest.mark.parametrize(("line", "status"), [("requests=9 name=x", 200), ("models=m", 404)])
 def test_another_limit_takes_no_answer_from_a_key_and_other_rights_do(make_rig, line, status):
     rig = make_rig(keys=keyring("first-secret-key"), backends=(Backend("a", "m", ("0",)),))
