@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import queue
+import select
 import socket
 import ssl
 import struct
@@ -103,9 +104,9 @@ class Asked:
         assert self._connection.ended.wait(GUARD)
         self._connection.socket.close()
 
-    def was_left(self) -> bool:
+    def was_left(self, seconds: float = GUARD) -> bool:
         """Waits until the other side has closed the connection."""
-        return self._connection.ended.wait(GUARD)
+        return self._connection.ended.wait(seconds)
 
 
 class EngineConnection:
@@ -137,6 +138,14 @@ class EngineConnection:
                 length = int(line.partition(b":")[2])
         body, rest = [rest[:length]], rest[length:]
         have = len(body[0])
+        if have < length and self._engine.early_answer:
+            self.socket.sendall(self._engine.early_answer)
+            if not self._engine.ends_early:
+                left = select.poll()
+                left.register(self.socket, select.POLLRDHUP)
+                left.poll()
+            self.socket.close()
+            raise ConnectionAbortedError
         while have < length:
             data = self.socket.recv(min(65536, length - have))
             if not data:
@@ -154,6 +163,11 @@ class FakeEngine:
     def __init__(self, port: int = 0) -> None:
         self.answer: Callable[[Asked], bytes] | None = None
         self.keep_bodies = True
+        self.early_answer = b""
+        """The answer that it gives as soon as it has a head, if a part of the body is still to come: it reads
+        no more of that."""
+        self.ends_early = False
+        """Whether it closes the connection behind that; else it waits until its client does."""
         self.connections: list[EngineConnection] = []
         self.asked: queue.Queue[Asked] = queue.Queue()
         self._listener = socket.create_server(("127.0.0.1", port), backlog=512)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import queue
 import select
 import ssl
 import termios
@@ -28,6 +29,7 @@ from functools import lru_cache
 from socket import (
     AF_INET,
     AF_INET6,
+    AI_NUMERICHOST,
     IPPROTO_TCP,
     MSG_DONTWAIT,
     MSG_PEEK,
@@ -300,7 +302,7 @@ def connect_elsewhere(backend: Backend, look: Callable[[], object], patience: fl
     connection = _reached(server.address, look)
     try:
         if server.secure:
-            connection = begun(connection, _trust(backend.ca_file), server.host, patience)
+            connection = begun(connection, _trust(backend.ca_file), server.host, patience, look)
         return _looking(connection)
     except BaseException:
         connection.close()
@@ -310,7 +312,7 @@ def connect_elsewhere(backend: Backend, look: Callable[[], object], patience: fl
 def _reached(address: tuple[str, int], look: Callable[[], object]) -> socket:
     """A connection to the first address of the server that takes one."""
     until, last = time.monotonic() + ELSEWHERE_SECONDS, OSError("it has no address")
-    found = getaddrinfo(*address, type=SOCK_STREAM)
+    found = _resolved(address, look, until)
     for number, (family, kind, protocol, _, place) in enumerate(found):
         share = (until - time.monotonic()) / (len(found) - number)
         connection = socket(family, kind, protocol)
@@ -325,6 +327,41 @@ def _reached(address: tuple[str, int], look: Callable[[], object]) -> socket:
             connection.close()
             raise
     raise last
+
+
+def _resolved(address: tuple[str, int], look: Callable[[], object], until: float) -> list[Any]:
+    """Return the addresses that a name has; OSError. ``look`` is called a few times a second meanwhile.
+
+    Nothing ends a call of the system's resolver, so a thread of its own makes it, unless the name is an
+    address.
+    """
+    with suppress(OSError):
+        return getaddrinfo(*address, type=SOCK_STREAM, flags=AI_NUMERICHOST)
+    results: queue.SimpleQueue[list[Any] | OSError] = queue.SimpleQueue()
+
+    def resolve() -> None:
+        try:
+            results.put(getaddrinfo(*address, type=SOCK_STREAM))
+        except OSError as error:
+            results.put(error)
+        except UnicodeError as error:
+            results.put(OSError(str(error)))
+
+    try:
+        threading.Thread(target=resolve, name="resolve", daemon=True).start()
+    except RuntimeError as error:  # no more threads
+        raise OSError(str(error)) from None
+    while True:
+        try:
+            found = results.get(timeout=LOOK_SECONDS)
+        except queue.Empty:
+            look()
+            if time.monotonic() >= until:
+                raise TimeoutError(f"its name was not resolved within {ELSEWHERE_SECONDS:.0f} s") from None
+            continue
+        if isinstance(found, OSError):
+            raise found
+        return found
 
 
 def _trust(ca_file: str) -> ssl.SSLContext:
@@ -401,14 +438,31 @@ def accepted(connection: socket, context: ssl.SSLContext, patience: float) -> so
         raise ClientGone(f"The client did not begin TLS: {error}.") from None
 
 
-def begun(connection: socket, context: ssl.SSLContext, name: str, patience: float) -> socket:
-    """The plain end of a connection to a server of that name, which proves it; OSError if it does not.
+def begun(
+    connection: socket, context: ssl.SSLContext, name: str, patience: float, look: Callable[[], object]
+) -> socket:
+    """Return the plain end of a connection to a server of that name, which proves it; OSError if it does not.
 
-    Closing it ends the connection, which is handed over. Reading it ends by a reset where TLS was not ended:
-    anybody on the way can end the connection without that.
+    ``look`` is called a few times a second meanwhile. Closing the plain end ends the connection, which is
+    handed over. Reading it ends by a reset where TLS was not ended: anybody on the way can end the connection
+    without that.
     """
-    connection.settimeout(HANDSHAKE_SECONDS)
-    secure = context.wrap_socket(connection, server_hostname=name, suppress_ragged_eofs=False)
+    connection.setblocking(False)
+    secure = context.wrap_socket(
+        connection, server_hostname=name, suppress_ragged_eofs=False, do_handshake_on_connect=False
+    )
+    try:
+        until = time.monotonic() + HANDSHAKE_SECONDS
+        while wants := _attempt(secure.do_handshake, 0)[1]:
+            poll = select.poll()
+            poll.register(secure, wants)
+            if not poll.poll(LOOK_SECONDS * 1000):
+                look()
+            if time.monotonic() >= until:
+                raise TimeoutError(f"TLS did not begin within {HANDSHAKE_SECONDS:.0f} s")
+    except BaseException:
+        secure.close()
+        raise
     return Plain(secure, patience).socket
 
 

@@ -18,9 +18,11 @@ the failure of this one request; what it says of the engine, the multiplexer loo
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from socket import SHUT_RDWR, socket
+from itertools import chain
+from socket import MSG_DONTWAIT, MSG_PEEK, SHUT_RDWR, socket
 from typing import NamedTuple
 
 from anvil_mux.config.config import Backend
@@ -80,6 +82,17 @@ class BrokenOff(Failed):
     """The connection ended within an answer."""
 
 
+_REFUSAL = re.compile(rb"(?:\A|\r\n\r\n)HTTP/1\.[01] [345]")
+
+
+def _has_refused(connection: socket) -> bool:
+    """Return whether the answer that has begun to come, if one has, is that of a refused request."""
+    try:
+        return _REFUSAL.search(connection.recv(READ, MSG_PEEK | MSG_DONTWAIT)) is not None
+    except OSError:
+        return False
+
+
 def name_of(backend: Backend) -> str:
     """The name of whoever answers for a backend, for people."""
     return f"The server of {backend.model}" if backend.url else f"The engine of {backend.model}"
@@ -137,6 +150,7 @@ class Exchange:
         "_cut",
         "_deadline",
         "_is_noted",
+        "_look_at",
         "_missing",
         "_passed",
         "_relay",
@@ -168,6 +182,8 @@ class Exchange:
         """The bytes of the request, and those of them that its connection has not taken."""
         self._deadline = 0.0
         """The moment at which the engine has been silent for too long; 0: the first look sets it."""
+        self._look_at = 0.0
+        """When it is looked whether the client has left, while the engine's bytes come without a pause."""
         self.response: http1.Response
         """The head of the answer, once it was asked for."""
         self.data = b""
@@ -234,7 +250,6 @@ class Exchange:
             data = self._try_anew(head, pieces)
         if not data:
             raise Unanswered(f"{self._name} closed the connection without an answer.")
-        self._silence = self._relay.timeout
         assert self._upstream is not None
         last_head = self._upstream.last_head
         if method != "HEAD" and last_head and (again := last_head.again(data)):
@@ -242,6 +257,7 @@ class Exchange:
             self.data = data[end:]
         else:
             response = self._read_head(self._upstream, method, data, upgrade)
+        self._silence = self._relay.timeout
         self.response = response
         if response.status == 101:
             return response
@@ -290,9 +306,9 @@ class Exchange:
         self._deadline = 0.0
         self._missing = self._size
         try:
-            self._send(upstream.socket, head)
-            for piece in pieces:
-                self._send(upstream.socket, piece)
+            for piece in chain((head,), pieces):
+                if not self._send(upstream.socket, piece):
+                    break
         except OSError:
             pass  # an engine may refuse a body early: its answer, if there is one, counts
         try:
@@ -300,17 +316,20 @@ class Exchange:
         except OSError:
             return b""
 
-    def _send(self, connection: socket, data: bytes | bytearray | memoryview) -> None:
+    def _send(self, connection: socket, data: bytes | bytearray | memoryview) -> bool:
+        """Send all of ``data``; return False if the engine refuses the request and takes no more of it."""
         left = data
         while True:
             try:
                 sent = connection.send(left)
             except BlockingIOError:
+                if _has_refused(connection):
+                    return False
                 self._look()
                 continue
             self._missing -= sent
             if sent == len(left):
-                return
+                return True
             left = memoryview(left)[sent:]
             self._deadline = 0.0
 
@@ -346,8 +365,17 @@ class Exchange:
     # The answer
 
     def _read_head(self, upstream: Upstream, method: str, data: bytes, upgrade: bool) -> http1.Response:
+        """Read the head of the final answer; Silent if a head does not come whole in time."""
         while True:
+            until = 0.0
             while (end := http1.response_head_end(data)) is None:
+                now = time.monotonic()
+                until = until or now + self._silence
+                if now > until:
+                    raise Silent(
+                        f"{self._name} did not end the head of its answer within {self._silence:g} s."
+                    )
+                self._look()  # reading does not block where bytes come one by one
                 data += self._more()
             head, data = data[:end], data[end:]
             response = http1.parse_response(head, method, upgrade=upgrade)
@@ -381,7 +409,11 @@ class Exchange:
         except OSError as error:
             raise BrokenOff(f"{self._name} broke off its answer: {error}.") from None
         if data:
-            self._relay.read[self.lease.address] = time.monotonic()
+            now = self._relay.read[self.lease.address] = time.monotonic()
+            if now >= self._look_at:
+                if self._look_at and has_left(self._client):
+                    raise ClientGone("The client closed its connection.")
+                self._look_at = now + LOOK_SECONDS
         return data
 
     def read_on(self, until: Callable[[bytes], bool]) -> None:

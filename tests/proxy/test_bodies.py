@@ -321,3 +321,25 @@ def test_continue_is_not_said_to_what_is_refused(rig, path, length, status):
     answer = connection.read()
     assert answer.status == status
     assert answer.header(b"connection") == b"close"
+
+
+EARLY = b"HTTP/1.1 413 Content Too Large\r\nContent-Type: application/json\r\nContent-Length: 12\r\n\r\n"
+
+
+@pytest.mark.parametrize("ends_early", [False, True])
+@pytest.mark.parametrize("interim", [b"", b"HTTP/1.1 100 Continue\r\n\r\n"])
+def test_an_early_refusal_while_the_body_is_sent_is_passed_on(rig, ends_early, interim):
+    rig.engine.early_answer, rig.engine.ends_early = interim + EARLY + b'{"error":42}', ends_early
+    answer = rig.ask(b'{"model":"a","x":"%b"}' % (b"x" * 20_000_000))
+    assert (answer.status, answer.body) == (413, b'{"error":42}')
+    rig.engine.early_answer = b""
+    rig.passes(ASK_A)
+
+
+def test_an_early_answer_that_is_no_refusal_does_not_end_the_body(rig):
+    rig.engine.early_answer = b""
+    client = rig.client()
+    client.post(b'{"model":"a","x":"%b"}' % (b"x" * 5_000_000))
+    asked = rig.engine.next()
+    asked.send(b"HTTP/1.1 100 Continue\r\n\r\n", JSON_OK)
+    assert client.read().status == 200

@@ -167,6 +167,41 @@ def test_a_silent_engine_is_given_up_before_its_head(make_rig):
     assert asked.was_left()
 
 
+def drip(asked, start=b"HTTP/1.1 200 OK\r\nX: "):
+    """Send a head that does not end, in small pieces, until the other side leaves."""
+    try:
+        asked.send(start)
+        while not asked.was_left(seconds=0.02):
+            asked.send(start[:1])
+    except OSError:
+        pass
+    assert asked.was_left()
+
+
+def test_a_head_that_comes_in_drops_is_given_up(make_rig):
+    rig = make_rig(upstream_timeout=0.3)
+    client, asked = rig.asked(ASK_A)
+    drip(asked)
+    answer = client.read()
+    assert (answer.status, answer.code) == (502, "backend_unavailable")
+    assert b"did not end the head of its answer within 0.3 s" in answer.body
+
+
+@pytest.mark.parametrize("interim", [b"", b"HTTP/1.1 102 Processing\r\n\r\n"])
+def test_a_client_that_leaves_while_a_head_comes_in_drops_frees_its_lease(rig, interim):
+    client, asked = rig.asked(ASK_A)
+    client.leave()
+    drip(asked, interim + b"HTTP/1.1 200 OK\r\nX: ")
+    assert rig.events.record().status == 499
+
+
+def test_a_client_that_leaves_while_a_body_comes_in_drops_frees_its_lease(rig):
+    client, asked = rig.asked(ASK_A)
+    client.leave()
+    drip(asked, b"HTTP/1.1 200 OK\r\nContent-Length: 200000\r\n\r\n")
+    assert rig.events.record().status == 499
+
+
 def test_a_silent_engine_is_given_up_within_a_stream(make_rig, monkeypatch):
     monkeypatch.setattr("anvil_mux.proxy.pump.SWEEP_SECONDS", 0.02)
     rig = make_rig()

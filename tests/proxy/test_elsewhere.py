@@ -7,6 +7,7 @@ import ssl
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,10 @@ from anvil_mux.errors import Cancelled, LoadError, WouldWaitTooLong
 from anvil_mux.host.hosts import ExternalServer
 from anvil_mux.host.seam import Loaded
 from anvil_mux.multiplexer.circuits import MOST_FAILURES
+from anvil_mux.proxy import connections
 from anvil_mux.proxy.dispatch import Patience, is_reason
 from tests.fake_engine import (
+    GUARD,
     JSON_OK,
     SSE_HEAD,
     STREAM_A,
@@ -526,6 +529,77 @@ def test_tls_is_verified(world, tmp_path, *, trusted):
             assert b"ca_file" in answer.body
     finally:
         gate.close()
+
+
+@pytest.fixture
+def unresolved(monkeypatch):
+    """A resolver that has no answer until the test is over."""
+    ended = threading.Event()
+    resolve = connections.getaddrinfo
+
+    def wait(host: str, *args: object, **more: Any) -> list[Any]:
+        if not more.get("flags"):
+            ended.wait(GUARD)
+        return resolve(host, *args, **more)
+
+    monkeypatch.setattr(connections, "getaddrinfo", wait)
+    yield
+    ended.set()
+
+
+@pytest.fixture
+def mute():
+    """The port of a server that accepts connections and sends nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def at(rig: Rig, url: str) -> None:
+    """Move ``gpt`` to another address."""
+    far = Backend("gpt", "gpt", url=url, service=Service(key="sk-ours"))
+    config = replace(rig.config, backends=(rig.config.backends[0], far))
+    rig.mux.facts.reconfigure(config, {})
+    rig.handler.reconfigure(config, load(None, {}))
+
+
+@pytest.mark.usefixtures("unresolved")
+def test_a_client_that_leaves_while_a_name_is_resolved_frees_its_lease(world):
+    rig = world()
+    at(rig, "https://localhost:1")
+    client = rig.client()
+    client.post(b'{"model":"gpt"}')
+    rig.events.wait("leased")
+    client.leave()
+    assert rig.events.record().status == 499
+
+
+@pytest.mark.usefixtures("unresolved")
+def test_a_name_that_is_not_resolved_in_time_is_an_error(world, monkeypatch):
+    monkeypatch.setattr(connections, "ELSEWHERE_SECONDS", 0.0)
+    rig = world()
+    at(rig, "https://localhost:1")
+    answer = rig.ask(b'{"model":"gpt"}')
+    assert answer.status == 502
+    assert b"its name was not resolved within" in answer.body
+
+
+def test_a_client_that_leaves_in_a_handshake_frees_its_lease(world, mute):
+    rig = world()
+    at(rig, f"https://localhost:{mute}")
+    client = rig.client()
+    client.post(b'{"model":"gpt"}')
+    rig.events.wait("leased")
+    client.leave()
+    assert rig.events.record().status == 499
+
+
+def test_a_handshake_that_takes_too_long_is_an_error(world, mute, monkeypatch):
+    monkeypatch.setattr(connections, "HANDSHAKE_SECONDS", 0.0)
+    rig = world()
+    at(rig, f"https://localhost:{mute}")
+    answer = rig.ask(b'{"model":"gpt"}')
+    assert answer.status == 502
+    assert b"TLS did not begin within" in answer.body
 
 
 class Encrypted:
