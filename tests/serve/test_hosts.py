@@ -7,7 +7,7 @@ from anvil_mux.cluster.cluster import Cluster
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError
 from anvil_mux.host.hosts import Hosts
-from anvil_mux.host.seam import Awake, Unfit
+from anvil_mux.host.seam import Awake, Occupant, Unfit
 from anvil_mux.serve.hosts import Adoption, ConfiguredHosts
 from anvil_mux.serve.watches import HostWatches
 from tests.cluster.test_cluster import Machines
@@ -94,10 +94,11 @@ def test_what_cannot_be_seen_at_the_start_is_taken_over_later_and_nothing_is_beg
 
 
 class Machine:
-    """A host with engines that run; ``stubborn`` ones cannot be stopped."""
+    """A host with engines that run; ``stubborn`` ones cannot be stopped, ``occupants`` are of others."""
 
-    def __init__(self, found, orphans=(), stubborn=()):
+    def __init__(self, found, orphans=(), stubborn=(), occupants=()):
         self.found = found
+        self.occupants = lambda: list(occupants)
         self.orphans = lambda: list(orphans)
         self.stubborn = stubborn
         self.stopped = []
@@ -114,7 +115,7 @@ class Machine:
         self.stopped.append(backend.name)
 
 
-def adopting(machine, *, leaving=(), refused=()):
+def adopting(machine, *, leaving=(), refused=(), say=lambda text: None):
     """An adoption of what runs on a machine, and what the scheduler is told about it."""
     told = []
 
@@ -124,7 +125,17 @@ def adopting(machine, *, leaving=(), refused=()):
 
     facts = SimpleNamespace(adopt=adopt, looked_at=lambda names: None, expect=lambda names: None)
     mux = SimpleNamespace(facts=facts, overview=SimpleNamespace(leaving=lambda: list(leaving)))
-    return Adoption(Hosts({"": machine}), mux, lambda text: None), told
+    return Adoption(Hosts({"": machine}), mux, say), told
+
+
+def test_the_engines_of_others_are_reported_at_the_start():
+    said = []
+    machine = Machine({}, occupants=[Occupant("c", "q", "left", ("0", "1"), "anvil-mux stop --all")])
+    adopting(machine, say=said.append)[0].begin("", [A])
+    assert said == [
+        "warning: c of the project q, which no anvil-mux serves, is on GPU 0, 1. To end it: "
+        "anvil-mux stop --all"
+    ]
 
 
 def test_an_engine_that_cannot_stay_and_cannot_be_stopped_keeps_its_gpus():
