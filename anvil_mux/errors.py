@@ -164,6 +164,14 @@ class DoesNotFit(MuxError):
     retry = False
 
 
+class GpuMissing(MuxError):
+    """The model's machine reports its GPUs, and one that the model needs is not among them."""
+
+    status, code = 503, "gpu_missing"
+    discreet = "A GPU that the model needs is not there now."
+    retry_after = 30.0
+
+
 class GpuMemoryShort(MuxError):
     """Other processes hold the GPU memory that a load would need."""
 

@@ -74,6 +74,8 @@ MOST_NEWS = 5
 """How many news one answer has: with each may come the last lines of an engine (processes.TAIL_BYTES), of
 which a byte may take six characters, and all of them fit into frames.LONGEST_ANSWER."""
 MOST_REMEMBERED = 4 << 20
+READ_SECONDS = 2.0
+"""How long a call waits while another one reads the GPUs."""
 
 RAYS = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -120,9 +122,12 @@ class Agent:
         self._make = make or partial(local_host, environ=self._environ, address=address)
         self._configuring = threading.Lock()
         """Held while the host is made or configured anew, which may take seconds."""
+        self._described = described
+        self._reading = threading.Lock()
+        """Held while the GPUs are read, which hangs with their driver; guards ``_last_read``."""
+        self._last_read: Inventory | None = None
         self._changed = threading.Condition()
         # Guarded by it:
-        self._described = described
         self._ownership = Ownership(name, self._folder)
         self._steps = RunningSteps(self._changed)
         self._host: Host | None = None
@@ -222,10 +227,20 @@ class Agent:
             return self._host
 
     def _inventory(self) -> Inventory:
-        with self._changed:
-            if self._described is None:
-                self._described = inventory(self.address)
+        """Return what the machine has now; a driver may have been loaded, or a GPU have failed, since.
+
+        While a driver hangs, what was read last; no more than one call waits for it.
+        """
+        if self._described:
             return self._described
+        if self._reading.acquire(timeout=READ_SECONDS):
+            try:
+                self._last_read = inventory(self.address)
+            finally:
+                self._reading.release()
+        if self._last_read is None:
+            raise BackendError(f"the GPUs of host {self.name} cannot be read: their driver hangs")
+        return self._last_read
 
     def _remember(self, owner: Owner, text: str) -> None:
         if len(text) > MOST_REMEMBERED:

@@ -97,7 +97,7 @@ class RemoteHost:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         # The lock guards what follows; whoever reads one of them needs it not.
-        self._inventory = Inventory(address="")
+        self._inventory = self._last_inventory = Inventory(address="")
         self._instance = ""
         """The run of the agent that was claimed and configured; "": none."""
         self._wanted: HostConfig | None = None
@@ -156,6 +156,23 @@ class RemoteHost:
 
     def fetch_inventory(self) -> None:
         """Ask for the inventory as it is now; AgentSilent, or BackendError if it cannot be true."""
+        found = self._ask_inventory()
+        with self._lock:
+            self._inventory = self._last_inventory = found
+
+    def refresh_inventory(self) -> None:
+        """Ask for the inventory again, as ``fetch_inventory`` does.
+
+        Fewer GPUs than before count once they were reported twice in a row: a reading may fail.
+        """
+        found = self._ask_inventory()
+        with self._lock:
+            before, self._last_inventory = self._last_inventory, found
+            lost = {gpu.id for gpu in self._inventory.gpus} - {gpu.id for gpu in found.gpus}
+            if not lost or found == before:
+                self._inventory = found
+
+    def _ask_inventory(self) -> Inventory:
         found = self._call(Inventory, "inventory")
         ids = {gpu.id for gpu in found.gpus if GPU_ID.fullmatch(gpu.id) and (gpu.total or 0) >= 0}
         if len(ids) != len(found.gpus) or len(ids) > MOST_GPUS or (found.memory or 0) < 0:
@@ -165,8 +182,7 @@ class RemoteHost:
                 f"host {self.name} is in the cluster at {self.node.address}, and its agent says that it is at"
                 f" {found.address}: restart Ray there"
             )
-        with self._lock:
-            self._inventory = found
+        return found
 
     def is_way_open(self) -> bool:
         """Whether the cluster is reached, so that a silent agent is silent itself."""

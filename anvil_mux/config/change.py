@@ -113,10 +113,12 @@ def within(old: Config, new: Config) -> Config:
 def _resized(old: Described, new: Described) -> set[str]:
     """The GPUs whose memory is known to be another now.
 
-    Those of a host that was not there are not: until then each of their backends had its GPUs whole.
+    Those of a host that was not there are not: until then each of their backends had its GPUs whole. Nor are
+    those that are missing, or were: what serves there goes on.
     """
-    before = {gpu.name: gpu for gpu in old.gpus if not gpu.host or gpu.vram is not None}
-    return {gpu.name for gpu in new.gpus if before.get(gpu.name, gpu) != gpu}
+    known = [gpu for gpu in old.gpus if not gpu.missing and (not gpu.host or gpu.vram is not None)]
+    before = {gpu.name: gpu for gpu in known}
+    return {gpu.name for gpu in new.gpus if not gpu.missing and before.get(gpu.name, gpu) != gpu}
 
 
 def _goes_on(before: Backend, after: Backend) -> bool:

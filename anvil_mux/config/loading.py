@@ -273,7 +273,7 @@ class Checks:
             if not backend.gpus:
                 self._problems.warn(key, "has no effect: it needs no GPU, so it is evicted for no other")
             for other in [each for name, each in homes.items() if name < service]:
-                shared = set(backend.gpu_names) & set(other.gpu_names)
+                shared = [gpu for gpu in backend.gpu_names if gpu in other.gpu_names and self._is_there(gpu)]
                 measured = backend.vram_measured or other.vram_measured
                 if not measured and any(not _fit((backend, other), _room(self._gpus[gpu])) for gpu in shared):
                     where = f"is at home on GPU {min(shared)} too"
@@ -320,7 +320,8 @@ class Checks:
         users: dict[str, list[Backend]] = {name: [] for name in self._gpus}
         for backend in self._config.backends:
             for name in backend.gpu_names:
-                users[name].append(backend)
+                if self._is_there(name):
+                    users[name].append(backend)
         told: set[str] = set()
         for name, gpu in self._gpus.items():
             for backend in users[name]:
@@ -378,6 +379,9 @@ class Checks:
                         f"does not fit on GPU {name} beside the pinned {names}: while that is loaded its "
                         "requests are refused; unpin, or declare less vram",
                     )
+
+    def _is_there(self, gpu: str) -> bool:
+        return not self._gpus[gpu].missing
 
     def _has_choice(self, backend: Backend) -> bool:
         return self._several[self._services[backend.name]] > 1

@@ -46,6 +46,8 @@ class Gpu:
     """Bytes of its memory that are host memory as well."""
     file: str = ""
     """The device file by which a container is given it; "" for NVIDIA's, and where that is not known."""
+    missing: str = ""
+    """Why nothing can be loaded on it: the machine reports its GPUs, and this one is not among them."""
 
     @property
     def name(self) -> str:

@@ -4,11 +4,13 @@ A service that names no hosts runs where anvil-mux runs. One that needs any N GP
 of N of a host, in the order of its GPUs (0-1, 2-3, ...): blocks never overlap, so that GPU groups stay small.
 
 Hosts that are named but not there have their candidates all the same: a model that nobody can serve now is
-not a model that does not exist.
+not a model that does not exist. The same holds for GPUs that a machine does not report, unless the file
+itself says which it has: such a GPU may have failed, or its driver may not be loaded yet.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +28,7 @@ from anvil_mux.config.machines import (
     WantedHosts,
 )
 from anvil_mux.config.reading import Problems
-from anvil_mux.config.service import ALL_THERE_ARE, GivenGpus, of_vendors
+from anvil_mux.config.service import ALL_THERE_ARE, GivenGpus, of_vendors, vendor_of
 
 SHOWN = 10
 """How many names a warning shows."""
@@ -43,6 +45,14 @@ class HostChoice(NamedTuple):
     gpus: tuple[str, ...]
     alone: bool = True
     """Whether it is its service's only one on its host."""
+
+
+class GpusMissing(ValueError):
+    """A machine reports fewer GPUs than a service needs. ``gpus``: those that the service would have."""
+
+    def __init__(self, text: str, gpus: tuple[str, ...]) -> None:
+        super().__init__(text)
+        self.gpus = gpus
 
 
 class Places:
@@ -88,7 +98,22 @@ class Places:
             found = self._declared if not host else self._gpus.get(host) or {}
             unknown = sorted(set(ids) - set(found), key=lambda id: (len(id), id))
             yield from found.values()
-            yield from (self._known(Gpu(id)) if not host else Gpu(id, host=host) for id in unknown)
+            for gpu in (self._known(Gpu(id)) if not host else Gpu(id, host=host) for id in unknown):
+                yield replace(gpu, missing=self._why_missing(gpu))
+
+    def _why_missing(self, gpu: Gpu) -> str:
+        """Why a GPU cannot be used; "" if it is there, or if it is not known which there are."""
+        known = self._gpus.get(gpu.host)
+        if known is None or gpu.id in known or self._is_declared(gpu.host) or gpu.id.startswith("MIG"):
+            return ""
+        where = f"the host {gpu.host}" if gpu.host else "this machine"
+        return f"{where} has no GPU {gpu.id}; it has {', '.join(known) or 'none'}"
+
+    def _is_declared(self, host: str) -> bool:
+        """Whether the file says which GPUs a machine has."""
+        if not host:
+            return bool(self._declared)
+        return self._machines.get(host, DeclaredMachine()).gpus is not None
 
     def memory(self) -> dict[str, int]:
         """Host -> bytes of its memory for all engines there, where that is known."""
@@ -145,17 +170,23 @@ class Places:
         if wanted is None:
             return self._only_here(name, need, vram, vendors)
         found: list[HostChoice] = []
+        incomplete: list[HostChoice] = []
         lacking: list[str] = []
         for host in self._matching(wanted, need):
             try:
                 choices = self._choices(host, need, vram, vendors)
             except ValueError as error:
                 lacking.append(f"{host or LOCAL} {error}")
+                if isinstance(error, GpusMissing):
+                    incomplete += _named(name, host, [error.gpus], need)
                 continue
             found += _named(name, host, choices, need)
             if host and not self.address(host):
                 self._absent.setdefault(host, []).append(name)
-        if lacking and not found and isinstance(wanted, tuple):
+        if incomplete and not found and wanted != ANY_HOST:
+            self._problems.warn(_hosts_key(name), f"cannot be loaded now: {_shown(lacking)}")
+            found = incomplete
+        elif lacking and not found and isinstance(wanted, tuple):
             self._problems.add(_hosts_key(name), f"fits nowhere: {_shown(lacking)}")
         elif lacking and wanted != ANY_HOST:
             self._problems.warn(_hosts_key(name), f"fits on some hosts only: {_shown(lacking)}")
@@ -167,11 +198,12 @@ class Places:
         try:
             return _named(name, "", self._choices("", need, vram, vendors), need)
         except ValueError as error:
-            self._problems.add(
-                ("services", name, "x-anvil", "gpu_count"),
-                f"this machine {error}",
-                f"gpu_count: {len(self.here)}" if 0 < len(self.here) < need else "",
-            )
+            key = ("services", name, "x-anvil", "gpu_count")
+            write = f"gpu_count: {len(self.here)}" if 0 < len(self.here) < need else ""
+            if isinstance(error, GpusMissing):
+                self._problems.warn(key, f"cannot be loaded now: this machine {error}", write)
+                return _named(name, "", [error.gpus], need)
+            self._problems.add(key, f"this machine {error}", write)
             return []
 
     def _nowhere(self, name: str, wanted: str | dict[str, str], need: Need) -> list[HostChoice]:
@@ -206,14 +238,35 @@ class Places:
         if known is None:
             return [_unknown(need)]
         if isinstance(need, int):
-            return _blocks({id: known[id] for id in of_vendors(known, vendors)}, need, vram)
+            usable = {id: known[id] for id in of_vendors(known, vendors)}
+            vendor = next(map(vendor_of, usable), next(iter(vendors), ""))
+            return self._blocks_on(host, usable, need, vram, vendor)
         if need == ALL and not known:
-            raise ValueError("has no GPU")
+            raise self._lack(host, "has no GPU", _unknown(need))
         assert not isinstance(need, GivenGpus)
         ids = tuple(of_vendors(known, vendors)) if need == ALL else self._ids(host, need)
         if missing := [id for id in ids if id not in known]:
-            raise ValueError(f"has no GPU {', '.join(missing)}; it has {', '.join(known) or 'none'}")
+            text = f"has no GPU {', '.join(missing)}; it has {', '.join(known) or 'none'}"
+            raise self._lack(host, text, ids)
         return [ids]
+
+    def _blocks_on(
+        self, host: str, known: Mapping[str, Gpu], count: int, vram: int | None, vendor: str
+    ) -> list[tuple[str, ...]]:
+        """Return the blocks of so many GPUs of a host; ValueError says why there is none.
+
+        ``known``: the GPUs of the one ``vendor`` there.
+        """
+        try:
+            return _blocks(known, count, vram)
+        except ValueError as error:
+            ids = (f"{vendor}{index}" for index in itertools.count())
+            large = (id for id in ids if not _too_small(known.get(id, Gpu(id)), vram))
+            raise self._lack(host, str(error), tuple(itertools.islice(large, count))) from None
+
+    def _lack(self, host: str, text: str, gpus: tuple[str, ...]) -> ValueError:
+        """Return the error for GPUs that are not there; where the file says which there are it is wrong."""
+        return ValueError(text) if self._is_declared(host) else GpusMissing(text, gpus)
 
     def _given(self, host: str, given: GivenGpus) -> tuple[str, ...]:
         """The GPUs of a host that a service is given by device files, of those that may be used."""

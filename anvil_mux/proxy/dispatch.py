@@ -37,6 +37,7 @@ from anvil_mux.errors import (
     DoesNotFit,
     FellBack,
     GpuMemoryShort,
+    GpuMissing,
     HostMemoryShort,
     HostUnavailable,
     LoadError,
@@ -70,7 +71,8 @@ SESSION = b"x-session-id"
 """The header by which a client says which conversation a request belongs to."""
 FOREVER = float("inf")
 _REASONS = (
-    *(CircuitOpen, DoesNotFit, FellBack, GpuMemoryShort, HostMemoryShort, HostUnavailable, LoadError),
+    *(CircuitOpen, DoesNotFit, FellBack, GpuMemoryShort, GpuMissing, HostMemoryShort, HostUnavailable),
+    LoadError,
     *(ModelLoading, NothingResident, Overloaded, Paused, Severed, Stuck, WaitedTooLong, WouldWaitTooLong),
     BackendError,
 )

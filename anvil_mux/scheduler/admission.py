@@ -41,6 +41,7 @@ from anvil_mux.errors import (
     Crashed,
     DoesNotFit,
     GpuMemoryShort,
+    GpuMissing,
     HostMemoryShort,
     HostUnavailable,
     LoadError,
@@ -648,6 +649,8 @@ def _obstacle(state: GroupState, slot: Slot, now: float) -> MuxError | None:
         what = "ended" if slot.failed_starts == slot.crashes else "failed to load"
         text = f"{slot.name} {what} and is not tried again for {pause:.0f} s: {slot.error}"
         return LoadError(text, log=slot.log, retry_after=pause)
+    if why := state.placement.missing_gpu(slot):
+        return GpuMissing(f"{slot.name} cannot be loaded: {why}.")
     why = state.placement.never_fits(slot) or state.memory.never_fits(slot)
     if why:
         return DoesNotFit(f"{slot.name} cannot be loaded: {why}.")

@@ -89,7 +89,7 @@ class Placement:
         gpus = [*gpus]
         was, known = dict(self.slots), self._gpus == {gpu.name: gpu for gpu in gpus}
         self._gpus = {gpu.name: gpu for gpu in gpus}
-        self.capacity = {gpu.name: max(gpu.vram - gpu.reserve, 1) if gpu.vram else 1 for gpu in gpus}
+        self.capacity = {gpu.name: _capacity(gpu) for gpu in gpus}
         self._own = {gpu.name: (gpu.vram or 0) - gpu.shared for gpu in gpus if gpu.shared}
         self.slots.clear()
         different = []
@@ -113,7 +113,7 @@ class Placement:
         """The slot of a backend, which may have one already: this is its description from now on."""
         holds = {}
         for gpu in backend.gpu_names:
-            whole = self.capacity.setdefault(gpu, 1)
+            whole = max(self.capacity.setdefault(gpu, 1), 1)
             holds[gpu] = backend.vram if backend.vram and whole > 1 else whole
         if slot is None:
             slot = Slot(backend, holds, host=self._hosts.get(backend.host) or HostRecord(backend.host))
@@ -130,7 +130,7 @@ class Placement:
         """Note what a backend held when it last left, by GPU; count it if its memory is to be measured."""
         slot.held_last = held = slot.named(held)
         if slot.backend.vram_measured and held.keys() >= slot.holds.keys():
-            slot.holds = {gpu: min(max(held[gpu], 1), self.capacity[gpu]) for gpu in slot.holds}
+            slot.holds = {gpu: max(min(held[gpu], self.capacity[gpu]), 1) for gpu in slot.holds}
             slot.whole = False
         self._share(slot)
 
@@ -297,7 +297,7 @@ class Placement:
         )
 
     def _needs_whole(self, target: Slot, gpu: str) -> bool:
-        return target.whole or self.capacity[gpu] == 1
+        return target.whole or self.capacity[gpu] <= 1
 
     def others_before(self, target: Slot) -> str:
         """How other processes leave ``target`` no room, whatever is evicted; "" if they leave it room."""
@@ -313,6 +313,11 @@ class Placement:
                 return f"it held {held} of the {total} of GPU {gpu} when it last ran, {theirs}; {say}"
         return ""
 
+    def missing_gpu(self, target: Slot) -> str:
+        """Why a GPU that ``target`` needs cannot be used now; "" if all can."""
+        whys = (self._gpus[gpu].missing for gpu in target.holds if gpu in self._gpus)
+        return next(filter(None, whys), "")
+
     def never_fits(self, target: Slot) -> str:
         """Why ``target`` could not be loaded even if all that is not pinned were evicted; "" if it could."""
         pinned = [slot for slot in self.active if slot is not target and _is_pinned(slot)]
@@ -322,6 +327,13 @@ class Placement:
                 beside = f" beside the pinned {names} (see `anvil-mux unpin`)" if names else ""
                 return f"it does not fit on GPU {gpu}{beside}"
         return ""
+
+
+def _capacity(gpu: Gpu) -> int:
+    """Bytes of a GPU for backends; 1: not known; 0: it is missing, so nothing can be loaded there."""
+    if gpu.missing:
+        return 0
+    return max(gpu.vram - gpu.reserve, 1) if gpu.vram else 1
 
 
 def _occupied(slots: Iterable[Slot], gpu: str) -> int:

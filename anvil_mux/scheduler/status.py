@@ -162,6 +162,8 @@ class GpuState:
     """The models that a swap under way keeps it for."""
     host: HostState | None = None
     """The host that it is in; None: the one that anvil-mux runs on."""
+    missing: str = ""
+    """Why nothing can be loaded on it, where its machine does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +323,7 @@ def _gpu_state(group: GpuGroup, gpu: Gpu, now: float) -> GpuState:
         residuals=tuple((s.name, s.residual[gpu.name]) for s in slots if s.residual.get(gpu.name)),
         reserved_for=tuple(_reserved_for(group, gpu.name)),
         host=host_state(group.host, now),
+        missing=gpu.missing,
     )
 
 

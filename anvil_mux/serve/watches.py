@@ -24,7 +24,7 @@ from __future__ import annotations
 import http.client
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from anvil_mux.clock import Clock, Worker, side_by_side
@@ -33,7 +33,7 @@ from anvil_mux.cluster.frames import Fenced, Unreadable
 from anvil_mux.cluster.remote import RemoteHost
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.machines import gpu_name
-from anvil_mux.errors import MuxError
+from anvil_mux.errors import BackendError, MuxError
 from anvil_mux.host.seam import (
     PHASES,
     AnyNews,
@@ -65,6 +65,8 @@ HEALTH_SECONDS = 2.0
 """How long an engine may take to answer the question whether it is there."""
 ALONE_SECONDS = 30.0
 """After which a host where no engine serves is lost although no agent is reached."""
+INVENTORY_SECONDS = 10.0
+"""Seconds between two questions to a host which GPUs it has."""
 PAUSE_SECONDS = 0.5
 LOOK_SECONDS = 2.0
 """Seconds between two looks which hosts there are."""
@@ -279,7 +281,7 @@ class HostWatch:
         self.learned = ""
         """A text with what was learned of the host, which keeps it. Any thread writes it."""
         self._kept = ""
-        self._heard = clock.now()
+        self._heard = self._read_at = clock.now()
         self._is_sure = False
         """Whether it is the run of the agent that was configured."""
         self._is_unknown = True
@@ -299,6 +301,7 @@ class HostWatch:
                 with self.busy:
                     self._take_stock()
             self.news.read(POLL_SECONDS)
+            self._refresh_inventory()
             if self.learned != self._kept:
                 self._kept = self.learned
                 self.host.remember(self._kept)
@@ -313,6 +316,14 @@ class HostWatch:
         return 0.0
 
     # Heard
+
+    def _refresh_inventory(self) -> None:
+        """Ask the host now and then which GPUs it has."""
+        now = self._clock.now()
+        if now - self._read_at >= INVENTORY_SECONDS:
+            self._read_at = now
+            with suppress(BackendError):  # the last one that could be true counts
+                self.host.refresh_inventory()
 
     def _contact(self) -> None:
         with self.busy:

@@ -226,6 +226,7 @@ def gpu_state(gpu: GpuState, use: GpuUse) -> dict[str, object]:
         "residuals": dict(gpu.residuals),
         "reserved_for": list(gpu.reserved_for),
         **_place(gpu.host),
+        **({"missing": gpu.missing} if gpu.missing else {}),
     }
 
 

@@ -35,6 +35,7 @@ from anvil_mux.host.seam import (
     Evicted,
     Host,
     HostConfig,
+    HostGpu,
     HostNews,
     Inventory,
     Loaded,
@@ -278,6 +279,34 @@ def test_anybody_may_look(rig: Rig):
     assert other("log_tail", M, 5) == ["said"]
     assert isinstance(other("inventory"), Inventory)
     assert other("inventory").address == "127.0.0.2"
+
+
+def test_a_driver_that_is_loaded_later_is_seen_and_one_that_hangs_holds_up_one_call(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = rig.owned()
+    gpu = HostGpu("0", "GPU-0", "fake", 8)
+    found: list[HostGpu] = []
+    hangs, is_held_up, gate = threading.Event(), threading.Event(), threading.Event()
+
+    def read(address: str) -> Inventory:
+        if hangs.is_set():
+            is_held_up.set()
+            assert gate.wait(GUARD)
+        return Inventory(tuple(found), None, address)
+
+    monkeypatch.setattr(agent_module, "inventory", read)
+    monkeypatch.setattr(agent_module, "READ_SECONDS", 0.01)
+    assert first("inventory").gpus == ()
+    found.append(gpu)
+    assert first("inventory").gpus == (gpu,)
+    hangs.set()
+    held_up = threading.Thread(target=first, args=("inventory",))
+    held_up.start()
+    assert is_held_up.wait(GUARD)
+    assert first("inventory").gpus == (gpu,)
+    gate.set()
+    held_up.join()
 
 
 def test_the_owner_outlives_the_agent(rig: Rig):

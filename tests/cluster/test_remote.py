@@ -324,6 +324,24 @@ def test_somebody_who_watches_gpus_is_told_to_the_agent_with_the_next_question_f
     assert agent.host.problem() == "Docker does not answer"
 
 
+def gpus(*ids):
+    return Inventory(tuple(HostGpu(id, f"GPU-{id}", "fake", 8) for id in ids), None, "10.0.0.2")
+
+
+def test_more_gpus_count_at_once_and_fewer_when_they_were_reported_twice(agent):
+    def counts_after(*ids):
+        agent.answers["inventory"] = lambda: gpus(*ids)
+        agent.host.refresh_inventory()
+        return [gpu.id for gpu in agent.host.inventory().gpus]
+
+    assert counts_after("0", "1") == ["0", "1"]
+    assert counts_after() == ["0", "1"]
+    assert counts_after("0", "1") == ["0", "1"], "a reading had failed"
+    assert counts_after("0") == ["0", "1"]
+    assert counts_after("0") == ["0"]
+    assert counts_after("0", "1") == ["0", "1"]
+
+
 # A host that was taken over
 
 

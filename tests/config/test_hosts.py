@@ -220,12 +220,6 @@ def test_each_stage_of_a_model_has_its_own_most(tmp_path: Path) -> None:
         ("most: 2", "", "services.m.x-anvil.most: has nothing to choose among: name hosts"),
         ("gpu_count: 1, gpus: ['0']", "", "gpu_count: and gpus are both given"),
         ("gpu_count: 0", "", "gpu_count: must be a whole number of at least 1"),
-        ("gpu_count: 3", "", "gpu_count: this machine has 2 GPUs, and 3 are needed"),
-        ("", "gpus: [{count: 3}]", "gpu_count: this machine has 2 GPUs, and 3 are needed"),
-        ("gpu_count: 1, vram: 30GiB", "", "gpu_count: this machine has no GPU that 30.0 GiB fit"),
-        ("hosts: b, gpu_count: 3", "", "hosts: fits nowhere: b has 2 GPUs, and 3 are needed"),
-        ("hosts: [a, b], gpu_count: 3", "", "fits nowhere: a has 2 GPUs, and 3 are needed, b has 2 GPUs"),
-        ("hosts: b, gpus: ['5']", "", "hosts: fits nowhere: b has no GPU 5; it has 0, 1"),
         ("hosts: []", "", "services.m.x-anvil.hosts: must name a host, or any, or {label: value}"),
         ("hosts: {}", "", "services.m.x-anvil.hosts: must name a host, or any, or {label: value}"),
         ("hosts: [any, b]", "", "hosts: any means every host, so it is written alone"),
@@ -245,6 +239,62 @@ def test_what_cannot_be_chosen_is_told_with_its_key(
     assert len(found) == 1, found
     assert found[0].startswith("compose.yaml:2: ")
     assert expected in found[0]
+
+
+DECLARED = "gpus: ['0', '1'], machines: {a: {gpus: ['0', '1']}, b: {gpus: ['0', '1']}}"
+
+
+@pytest.mark.parametrize(
+    ("own", "rest", "expected", "candidates"),
+    [
+        ("gpu_count: 3", "", "this machine has 2 GPUs, and 3 are needed", {"m": "/0,1,2"}),
+        ("", "gpus: [{count: 3}]", "gpu_count: cannot be loaded now: this machine", {"m": "/0,1,2"}),
+        ("gpu_count: 1, vram: 30GiB", "", "this machine has no GPU that 30.0 GiB fit", {"m": "/2"}),
+        ("hosts: b, gpu_count: 3", "", "b has 2 GPUs, and 3 are needed", {"m.b.0-1-2": "b/0,1,2"}),
+        (
+            "hosts: [a, b], gpu_count: 3",
+            "",
+            "a has 2 GPUs, and 3 are needed, b has 2 GPUs",
+            {"m.a.0-1-2": "a/0,1,2", "m.b.0-1-2": "b/0,1,2"},
+        ),
+        ("hosts: b, gpus: ['5']", "", "b has no GPU 5; it has 0, 1", {"m.b": "b/5"}),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_a_problem_of_its_service_alone(
+    tmp_path: Path, own: str, rest: str, expected: str, candidates: dict[str, str]
+) -> None:
+    """Unless the file says which GPUs there are: then it contradicts itself."""
+    found = one(tmp_path, own, rest, hosts=AB, present=TWO_HERE)
+    assert places(found) == candidates
+    (warning,) = [text for text in found.warnings if expected in text]
+    assert "cannot be loaded now: " in warning
+    assert any(gpu.missing for gpu in found.gpus)
+    (problem,) = problems(tmp_path, own, rest, DECLARED, hosts=AB, present=TWO_HERE)
+    assert problem.startswith("compose.yaml:2: ")
+
+
+def test_a_host_without_a_driver_keeps_its_models_and_the_others_run(tmp_path: Path) -> None:
+    text = "services: {m: {x-anvil: {hosts: b, gpus: all, port: 1}}, n: {x-anvil: {hosts: a, port: 1}}}"
+    found = plain(tmp_path, text, hosts={**AB, "b": machine(0)})
+    assert places(found) == {"m.b": "b/0", "n.a": "a/"}
+    assert [gpu.missing for gpu in found.gpus if gpu.host == "b"] == ["the host b has no GPU 0; it has none"]
+
+
+def test_a_gpu_is_missing_only_where_it_is_known_which_there_are(tmp_path: Path) -> None:
+    for own, given in (
+        ("gpus: ['7']", {}),
+        ("hosts: c, gpus: ['7']", {"hosts": AB}),
+        ("gpus: [MIG-7]", {"present": TWO_HERE}),
+        ("gpus: ['7']", {"top": "gpus: ['7']", "present": TWO_HERE}),
+    ):
+        assert not [gpu for gpu in one(tmp_path, own, **given).gpus if gpu.missing], own
+    (gpu,) = [gpu for gpu in one(tmp_path, "gpus: ['7']", present=TWO_HERE).gpus if gpu.id == "7"]
+    assert gpu.missing == "this machine has no GPU 7; it has 0, 1"
+
+
+def test_homes_on_a_missing_gpu_are_no_contradiction(tmp_path: Path) -> None:
+    service = "{x-anvil: {gpus: ['7'], home: true, vram: 1GiB}}"
+    assert plain(tmp_path, f"services: {{m: {service}, n: {service}}}", present=TWO_HERE)
 
 
 def test_an_engine_elsewhere_needs_a_port_that_is_known(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """What the scheduler does about hosts that are lost, come back, or are declared gone."""
 
+from dataclasses import replace
+
 import pytest
 
 from anvil_mux.config.config import Backend, Config
@@ -53,6 +55,51 @@ def test_what_a_swap_costs_is_learned_for_each_host():
     assert [costs.knows("m", "stop", host) for host in ("", "h", "k")] == [True, True, False]
     costs.learn("", "m", "stop", 0.0, 13.0, "h")
     assert [cost.load_seconds for cost in costs] == [90.0, 6.0]
+
+
+# A GPU that is not there
+
+
+def missing(host, id):
+    return Gpu(id, host=host, missing=f"the host {host} has no GPU {id}; it has none")
+
+
+def without(fleet, *gpus, at):
+    """What follows when the machines report their GPUs without these."""
+    config = fleet.core.layout.settings.config
+    fleet.take(fleet.core.reconfigured(replace(config, gpus=gpus), at))
+
+
+def test_nothing_is_loaded_on_a_missing_gpu_and_its_requests_fail_at_once():
+    fleet = Fleet(on("h", "a", vram=6), on("h", "b", "1"), gpus=(missing("h", "0"), Gpu("1", host="h")))
+    error = fleet.request("a", 0.0).error
+    assert (error.status, error.code) == (503, "gpu_missing")
+    assert error.message == "a cannot be loaded: the host h has no GPU 0; it has none."
+    fleet.request("b", 0.0)
+    assert [step.backend for step in fleet.steps] == ["b"]
+
+
+def test_a_replica_whose_gpu_is_there_is_loaded_in_place_of_another():
+    fleet = Fleet(
+        on("h", "m0", model="m"), on("k", "m1", model="m"), gpus=(missing("h", "0"), Gpu("0", host="k"))
+    )
+    fleet.request("m", 0.0)
+    assert [step.backend for step in fleet.steps] == ["m1"]
+
+
+def test_what_serves_on_a_gpu_that_vanishes_goes_on_and_is_loaded_again_when_it_is_back():
+    there = Gpu("0", 10, host="h")
+    fleet = Fleet(on("h", "a", vram=6), on("h", "b", vram=6), gpus=(there,))
+    fleet.with_resident("a", 0.0, 1.0)
+    waiting = fleet.request("b", 1.5)
+    without(fleet, missing("h", "0"), at=2.0)
+    assert fleet.state("a") == "ready", "it drains for nobody"
+    assert waiting.error.code == "gpu_missing"
+    assert fleet.request("b", 3.0).error.code == "gpu_missing"
+    assert not fleet.request("a", 3.0).error
+    without(fleet, there, at=4.0)
+    assert fleet.state("a") == "ready"
+    assert not fleet.request("b", 5.0).error
 
 
 # Where a queue stands

@@ -21,6 +21,7 @@ class House:
     def __init__(self, monkeypatch, *, is_lost=False):
         self.moment = 100.0
         self.told = []
+        self.inventories_read = 0
         self.agent_answers = True
         self.way_is_open = True
         self.instance = 1
@@ -51,6 +52,7 @@ class House:
             running=lambda: [each.name for each in self.running],
             adopt=lambda backend: self.found[backend.name],
             ended=lambda backend: "exited with code 1" if backend.name in self.ended else None,
+            refresh_inventory=self.refresh_inventory,
             given_up=tell("given up"),
             is_way_open=lambda: self.way_is_open,
         )
@@ -82,6 +84,10 @@ class House:
     def stop_all(self, pairs):
         self.told.append(("stop", pairs))
         return self.stubborn
+
+    def refresh_inventory(self):
+        self.inventories_read += 1
+        raise BackendError("host h describes itself in a way that cannot be true")
 
     def contact(self):
         if not self.agent_answers:
@@ -124,6 +130,13 @@ def test_what_could_not_be_seen_to_run_at_the_first_contact_is_taken_over_later(
     assert house.turns(0.5) == [("adopt", "h", [A, B, C])]
     house.blind.clear()
     assert house.turns(5.0) == []
+    assert house.watch.state == "here"
+
+
+def test_the_inventory_of_a_host_is_read_again_and_one_that_cannot_be_true_is_ignored(house):
+    house.inventories_read = 0
+    assert house.turns(60.0) == []
+    assert house.inventories_read == 6
     assert house.watch.state == "here"
 
 

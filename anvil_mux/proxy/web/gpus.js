@@ -90,7 +90,7 @@ function held_by_ours({used, users, others, residuals}) {
     : used - sum((others || []).map(other => other.bytes));
 }
 
-function notes_of_gpu({sensors, draining, reserved_for, residuals, others}) {
+function notes_of_gpu({sensors, draining, reserved_for, residuals, others, missing}) {
   const {utilization = null, celsius = null, watts = null} = sensors || {};
   const measured = [];
   if (utilization !== null) measured.push(`${Math.round(100 * utilization)} % busy`);
@@ -98,6 +98,7 @@ function notes_of_gpu({sensors, draining, reserved_for, residuals, others}) {
   if (watts !== null) measured.push(`${watts} W`);
   const notes = measured.length ? [measured.join(", ")] : [];
   if (draining) notes.push(drain_words(draining));
+  if (missing) notes.push(missing);
   if (reserved_for && reserved_for.length) notes.push(`reserved for ${reserved_for.join(" and ")}`);
   for (const [name, bytes] of Object.entries(residuals || {}))
     notes.push(`${name} is in standby and holds ${gib(bytes)}`);
