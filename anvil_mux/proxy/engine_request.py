@@ -61,6 +61,9 @@ SYSTEM_IN = {
     "/v1/responses": "instructions",
 }
 """Path of an engine, or its beginning -> the field in which a conversation's system message stands."""
+BOUND_OF_RESPONSES = "max_output_tokens"
+BOUNDS = frozenset(["max_tokens", "max_completion_tokens", BOUND_OF_RESPONSES, "n_predict"])
+"""The fields that bound the tokens of an answer."""
 SYSTEM_ROLES = ("system", "developer")
 
 _decode = json.JSONDecoder().raw_decode
@@ -176,11 +179,29 @@ def json_body(question: Question, backend: Backend, body: QuestionBody, path: st
     if not (preset or backend.is_rewriting) or isinstance(body, Spool):
         return body
     if preset is None:
-        return rewritten(body, backend.strip, dict(backend.set), dict(backend.default))
+        return rewritten(body, *_bound(backend.strip, dict(backend.set), dict(backend.default), path))
     if preset.system:
         body = with_system(body, path, preset.system)
     changes = preset.over(backend.strip, backend.set, backend.default)
-    return rewritten(body, *changes) if any(changes) else body
+    return rewritten(body, *_bound(*changes, path)) if any(changes) else body
+
+
+def _bound(
+    strip: Collection[str], put: Mapping[str, str], default: Mapping[str, str], path: str
+) -> tuple[Collection[str], Mapping[str, str], Mapping[str, str]]:
+    """Return the changes with the bound on an answer's tokens under the name that it has at ``path``.
+
+    A field that is set takes out the client's own of any other such name, of which engines may prefer one.
+    """
+    if not (put.keys() | default.keys()) & BOUNDS:
+        return strip, put, default
+    if path == "/v1/responses":
+        put, default = (
+            {BOUND_OF_RESPONSES if name in BOUNDS else name: value for name, value in each.items()}
+            for each in (put, default)
+        )
+    others = BOUNDS - put.keys() if put.keys() & BOUNDS else ()
+    return (*strip, *others), put, default
 
 
 def rewritten(
@@ -191,7 +212,8 @@ def rewritten(
 ) -> bytes:
     """Return ``body`` without the members in ``strip``, and with those in ``put`` (name -> JSON).
 
-    ``default``: those that it gets if it has none of that name. A member with the value null is left out.
+    ``default``: those that it gets if it has none of that name, or of one that bounds an answer as well. A
+    member with the value null is left out.
     """
     missing = {name: value for name, value in {**default, **put}.items() if value != "null"}
     kept = []
@@ -200,7 +222,8 @@ def rewritten(
             kept.append(written[:value] + missing.pop(name))
         elif name not in strip and name not in put:
             kept.append(written)
-            missing.pop(name, None)
+            for same in BOUNDS - put.keys() if name in BOUNDS else (name,):
+                missing.pop(same, None)
     kept += [f"{json.dumps(name)}:{value}" for name, value in missing.items()]
     return ("{" + ",".join(kept) + "}").encode()
 

@@ -8,6 +8,7 @@ import pytest
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.machines import Gpu
+from anvil_mux.config.values import Preset
 from anvil_mux.errors import BadRequest
 from anvil_mux.proxy.engine_request import rewritten
 from tests.config.files import one, plain, problems
@@ -137,6 +138,41 @@ def test_an_engine_gets_its_requests_rewritten_and_under_its_own_name(rig):
         asked(rig, b'{"temperature":1}', b"/v1/engines/a/completions")
         == b'{"model":"inside","min_p":1,"top_k":5}'
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "expected"),
+    [
+        ("/v1/chat/completions", {"max_completion_tokens": 9, "n_predict": 9}, {"max_tokens": 4}),
+        ("/v1/chat/completions", {"max_tokens": 9}, {"max_tokens": 4}),
+        ("/v1/completions", {"n_predict": 9}, {"max_tokens": 4}),
+        ("/v1/messages", {"max_tokens": 9}, {"max_tokens": 4}),
+        ("/v1/responses", {"max_output_tokens": 9}, {"max_output_tokens": 4}),
+        ("/v1/responses", {}, {"max_output_tokens": 4}),
+    ],
+)
+@pytest.mark.parametrize("preset", [True, False])
+def test_a_bound_that_is_set_holds_under_every_name_of_it(make_rig, path, said, expected, preset):
+    put = (("max_tokens", "4"),)
+    how = {"presets": (Preset("fast", set=put),)} if preset else {"set": put}
+    rig = make_rig(backends=(Backend("a", "a", ("0",), **how), Backend("b", "b", ("0",))))
+    body = json.dumps({"model": "fast" if preset else "a", **said}).encode()
+    assert json.loads(asked(rig, body, path.encode())) == {"model": "a", **expected}
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "expected"),
+    [
+        ("/v1/chat/completions", {"max_completion_tokens": 9}, {"max_completion_tokens": 9}),
+        ("/v1/chat/completions", {}, {"max_tokens": 4}),
+        ("/v1/responses", {"max_output_tokens": 9}, {"max_output_tokens": 9}),
+    ],
+)
+def test_a_default_bound_is_not_added_to_one_of_another_name(make_rig, path, said, expected):
+    backend = Backend("a", "a", ("0",), default=(("max_tokens", "4"),))
+    rig = make_rig(backends=(backend, Backend("b", "b", ("0",))))
+    body = json.dumps({"model": "a", **said}).encode()
+    assert json.loads(asked(rig, body, path.encode())) == {"model": "a", **expected}
 
 
 def test_a_model_that_does_not_ask_for_it_gets_every_byte_as_it_was(rig):
