@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from itertools import zip_longest
@@ -31,6 +31,7 @@ from anvil_mux.config.service import (
     Service,
     argv,
     commanded_port,
+    depends_on,
     device_paths,
     engine,
     environment,
@@ -378,6 +379,16 @@ def container_caveats(
     yield from _unpublished(service, port, USUAL_PORTS.get(engine, "PORT"))
 
 
+def dependency_caveats(service: RawService, models: Collection[str]) -> Iterator[str]:
+    """Warnings of models on which a service depends."""
+    if found := [name for name in depends_on(service) if name in models]:
+        said = (
+            f"depends on {', '.join(found)}, which anvil-mux starts only when it is asked for: "
+            "take it out of depends_on"
+        )
+        yield Diagnostic(said, key=("depends_on",))
+
+
 def _other_gpu_caveats(service: RawService, found: GivenGpus, gpus: Sequence[str]) -> Iterator[str]:
     """Warnings of what a service lacks that is given GPUs of AMD or Intel, with remedies."""
     paths = [*device_paths(service)]
@@ -407,7 +418,7 @@ def process_caveats(service: RawService, port: int | None) -> Iterator[str]:
             said = f"`{key}` are files of a container, which a process is not given"
             yield advice(said, "environment: ..., or the path of a file in its command", key=(key,))
     for key in service:
-        if key not in KEYS and not key.startswith("x-"):
+        if (key not in KEYS or key == "depends_on") and not key.startswith("x-"):
             yield Diagnostic(f"`{key}` has no effect on a local process", key=(key,))
     family = engine(service)
     if family == "openai" or commanded_port(service) or any("PORT" in word for word in argv(service)):
@@ -458,7 +469,10 @@ def _reached_by_others(service: RawService, engine: str) -> Iterator[str]:
 
 def _unpublished(service: RawService, port: int | None, usual: int | str) -> Iterator[str]:
     inside = [each.inside for each in published(service)]
-    if service.get("network_mode") == "host" or (inside and (port is None or port in inside)):
+    mode = str(service.get("network_mode") or "")
+    if mode.startswith(("service:", "container:")):
+        return  # its port is published where the network is
+    if mode == "host" or (inside and (port is None or port in inside)):
         return
     told = commanded_port(service)
     if inside:

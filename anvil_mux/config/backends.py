@@ -79,6 +79,10 @@ class BackendReader:
         """Service -> the LoRA adapters that its settings name, and not its command alone."""
         self.most: dict[str, int] = {}
         """Service that has a choice -> how many of its backends are resident at once."""
+        self.services_described: Mapping[str, Description] = {}
+        """All services of the files."""
+        self.models: frozenset[str] = frozenset()
+        """The services that serve a model."""
         self.silent: list[str] = []
         """The services that say nothing of the GPUs that they need."""
 
@@ -86,6 +90,8 @@ class BackendReader:
         """The backends of the services, in their order."""
         backends: list[Backend] = []
         ours = False
+        self.services_described = services
+        self.models = frozenset(name for name, each in services.items() if self._may_be_model(each))
         for name, described in services.items():
             try:
                 said = service.labels(described, LABEL)
@@ -107,6 +113,12 @@ class BackendReader:
                 "x-anvil: {}",
             )
         return self._bounded(backends)
+
+    def _may_be_model(self, described: Any) -> bool:
+        try:
+            return self._is_model(described, service.labels(described, LABEL))
+        except ValueError:
+            return True  # what is wrong with it is reported where it is read
 
     def _is_model(self, described: Mapping[str, Any], labels: Mapping[str, Any]) -> bool:
         """Whether a service is a model: with ``x-anvil``, or as a local process with a command."""
@@ -361,8 +373,10 @@ class _ServiceReader:
         if self._files.process:
             folder = os.path.abspath(self._files.folder / folder) if folder is not None else None
             mounts = service.mounts_of_process(root)
+            needs: service.Needs = ()
         else:
             mounts = service.mounts(described, root)
+            needs = service.needs(described, self._files.services_described, self._files.models)
         return Service(
             image=service.word(described, "image"),
             command=service.argv(described),
@@ -372,6 +386,8 @@ class _ServiceReader:
             user=service.word(described, "user") or "",
             gpus_by=service.gpus_by(described),
             mounts=mounts,
+            on_host_network=not self._files.process and described.get("network_mode") == "host",
+            needs=needs,
             digest=service.digest(described, LABEL),
         )
 
@@ -388,6 +404,7 @@ class _ServiceReader:
         else:
             engine, port, gpus = backend.engine, backend.port, backend.gpus
             self._warn(abilities.container_caveats(described, engine, port, gpus))
+            self._warn(abilities.dependency_caveats(described, self._files.models))
 
     def _check_levels(self, backend: Backend, described: Description) -> None:
         levels, judge = backend.evict_to, self._files.judge

@@ -18,7 +18,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile, zip_longest
 from pathlib import PurePosixPath
@@ -73,6 +73,10 @@ class Port:
     address: str = ""
 
 
+Needs = tuple[tuple[str, str], ...]
+"""Services on which another one depends, in the order of their starts, each with its condition."""
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
     """The part of a compose service that the runtimes need, interpolated."""
@@ -98,6 +102,10 @@ class Service:
     """The way by which it reserves GPUs: cdi, reservation, or "" where it has none or another way."""
     mounts: Mounts = ()
     """Paths inside, and the paths on the host that they are; "": in no folder of the host."""
+    on_host_network: bool = False
+    """Whether its container listens at the host's own ports."""
+    needs: Needs = ()
+    """The services that must be there before it is started, in their order (containers only)."""
     digest: str = field(default="", compare=False)
     """A digest of the whole description, as it was read."""
 
@@ -348,6 +356,49 @@ def _range(text: str) -> list[int]:
     if count_in(first, 65535) is None or (dash and count_in(last, 65535) is None):
         raise unfit(f"ports: {text!r} is no port", write='ports: ["127.0.0.1::8000"]', key=("ports",))
     return list(range(int(first), int(last if dash else first) + 1))
+
+
+# Dependencies
+
+STARTED, HEALTHY, COMPLETED = "service_started", "service_healthy", "service_completed_successfully"
+CONDITIONS = (STARTED, HEALTHY, COMPLETED)
+
+
+def depends_on(described: RawService) -> dict[str, str]:
+    """Return the services on which one depends, with the condition that each must meet."""
+    written = described.get("depends_on")
+    if isinstance(written, list):
+        return {str(name): STARTED for name in written}
+    if written is not None and not isinstance(written, dict):
+        write = f"depends_on: [{as_yaml(str(written))}]"
+        raise unfit("depends_on must be a list or a mapping", write=write, key=("depends_on",))
+    found = {}
+    for name, about in (written or {}).items():
+        condition = about.get("condition", STARTED) if isinstance(about, dict) else STARTED
+        if condition not in CONDITIONS:
+            text = f"the condition of {name} must be one of {', '.join(CONDITIONS)}, not {condition}"
+            raise unfit(text, write=f"{name}: {{condition: {STARTED}}}", key=("depends_on", str(name)))
+        found[str(name)] = condition
+    return found
+
+
+def needs(described: RawService, services: Mapping[str, RawService], left_out: Collection[str]) -> Needs:
+    """Return all services that must be there before this one, those first on which others depend.
+
+    ``left_out``: services that are not started for another.
+    """
+    found: dict[str, str] = {}
+
+    def visit(one: RawService, path: tuple[str, ...]) -> None:
+        for name, condition in depends_on(one).items():
+            if name in left_out or name in path or name not in services:
+                continue
+            if name not in found:
+                visit(services[name], (*path, name))
+            found[name] = max(found.get(name, STARTED), condition, key=CONDITIONS.index)
+
+    visit(described, ())
+    return tuple(found.items())
 
 
 # Folders

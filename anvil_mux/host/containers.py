@@ -28,7 +28,7 @@ from functools import partial
 
 from anvil_mux.command import Done
 from anvil_mux.config.config import Backend
-from anvil_mux.config.service import Mounts, Service
+from anvil_mux.config.service import COMPLETED, HEALTHY, STARTED, Mounts, Service
 from anvil_mux.errors import BackendError, LoadError, MuxError
 from anvil_mux.host import gpus, project
 from anvil_mux.host.docker_api import (
@@ -41,7 +41,7 @@ from anvil_mux.host.docker_api import (
     find_endpoint,
 )
 from anvil_mux.host.engines import listen_port
-from anvil_mux.host.processes import free_port
+from anvil_mux.host.processes import free_port, port_taken
 from anvil_mux.host.project import Project, how_it_ended
 from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, HostConfig, NotBegun, url_of
 from anvil_mux.state import state_folder, write_whole
@@ -67,10 +67,14 @@ Both take down its network, and who comes second finds it gone: the next start s
 """
 BY_HAND_TIMEOUT = 60.0
 """Seconds that a command of Docker's may take that a person types."""
+NEED_PAUSE = 0.2
+"""Seconds between two looks at a service on which another one depends."""
 STOPS_TIMEOUT = 60.0
 """How long a start waits for stops that an anvil-mux before it has asked for."""
 
 
+SHARED_NETWORK = "container:"
+"""The network mode of a container that has another one's network; the other's id follows."""
 ANYWHERE = ("", "0.0.0.0", "::")
 """The addresses that stand for all of the host."""
 
@@ -101,6 +105,8 @@ class ContainerRuntime:
         self._engine = ContainerEngine(endpoint)
         self._project = Project(self._with_generated(config), self._engine)
         self._looked = False  # whether ``running`` was called
+        self._brought_up: set[str] = set()
+        """The services on which others depend that were started here; any thread adds one."""
         # Two `compose create` at once would both make the project's network.
         self._creating = threading.Lock()
 
@@ -126,11 +132,63 @@ class ContainerRuntime:
 
     # Starting
 
-    def start(self, backend: Backend) -> str:
+    def prepare(self, backend: Backend, remaining: Callable[[], float]) -> None:
+        self._check_engine()
+        for name, condition in backend.service.needs:
+            if not self._meets(name, condition):
+                self._bring_up(backend, name)
+                self._await_need(backend, name, condition, remaining)
+
+    def _meets(self, name: str, condition: str) -> bool:
+        """Return whether a service meets the condition under which another may be started."""
+        found = self._project.of_service(name)
+        if condition == COMPLETED:
+            ended = [each.status == "exited" and each.exit_code == 0 for each in found]
+            return bool(ended) and all(ended) and self._is_current(name, found[0])
+        alive = [each for each in found if each.status in ALIVE]
+        return bool(alive) and (condition == STARTED or all(each.health == "healthy" for each in alive))
+
+    def _is_current(self, name: str, container: Container) -> bool:
+        """Return whether a container that has completed was made as its service is described now."""
+        return name in self._brought_up or self._described(name) in ("", container.hash)
+
+    def _bring_up(self, backend: Backend, name: str) -> None:
+        """Have Compose start a service that another one depends on."""
+        config = self._project.config
+        with self._creating:
+            alive = any(each.status in ALIVE for each in self._project.of_service(name))
+            kept = ["--no-recreate"] if alive else []
+            self._write_generated(config)
+            words = ["up", "--detach", "--no-deps", "--no-build", "--pull", "never", *kept, name]
+            argv = project.compose_command(config, *words)
+            done = self._run(argv, project.CREATE_TIMEOUT)
+        if done.code:
+            raise self._why_not_created(backend, f"`{project.short(argv)}` failed: {done.last_line}")
+        self._brought_up.add(name)
+
+    def _await_need(
+        self, backend: Backend, name: str, condition: str, remaining: Callable[[], float]
+    ) -> None:
+        """Wait until a service that was started for another meets its condition, or raise LoadError."""
+        service = f"service {name}, on which {backend.name} depends,"
+        while condition != STARTED and not self._meets(name, condition):
+            for container in self._project.of_service(name):
+                if why := cannot_meet(container, condition):
+                    lines = self._log_of(container, 1, 0.0)
+                    raise LoadError(f"{service} {why}{f': {lines[-1]}' if lines else ''}")
+            if remaining() <= 0:
+                raise LoadError(f"{service} was not {condition} within load_timeout")
+            time.sleep(NEED_PAUSE)
+
+    def _check_engine(self) -> None:
+        """Raise NotBegun if the container engine does not answer."""
         try:
             self._engine.ping()
         except MuxError as error:
             raise NotBegun(error.message) from None
+
+    def start(self, backend: Backend) -> str:
+        self._check_engine()
         try:
             return self._start(backend)
         except MuxError:
@@ -151,6 +209,7 @@ class ContainerRuntime:
         known = self._project.known(backend.name)
         changed = known.digest not in (None, backend.service.digest)
         known.start_time = time.time()
+        self._check_host_port(backend)
         try:
             container = self._started(
                 self._create(backend, anew=changed) if changed or not known.id else known.id
@@ -158,13 +217,43 @@ class ContainerRuntime:
         except Gone:
             # `docker compose down` took the container or its network, or it can never be started again.
             container = self._started(self._create(backend, anew=True))
-        url = base_url(container, listen_port(backend), self._address)
+        url = self._url(container, backend)
         self._project.started(backend, container)
         if url is None:
             ports = f'ports: ["{self._address}::{listen_port(backend)}"]'
-            how = how_it_ended(container) or f"has no address: publish its port, such as {ports}"
-            raise LoadError(f"service {backend.name} {how}")
+            where = ""
+            if container.network_mode.startswith(SHARED_NETWORK):
+                where = " on the service whose network it has"
+            no_address = f"has no address: publish its port{where}, such as {ports}"
+            raise LoadError(f"service {backend.name} {how_it_ended(container) or no_address}")
         return url
+
+    def _check_host_port(self, backend: Backend) -> None:
+        """Raise LoadError if another program has the port of a container on the host's network.
+
+        Docker does not notice, and that program would be assumed to be the engine.
+        """
+        if not backend.service.on_host_network or self._engine.endpoint.path is None:
+            return
+        container = self._project.find(backend)
+        if container is not None and container.status in ALIVE:
+            return
+        try:
+            free_port(self._address, listen_port(backend))
+        except OSError as error:
+            raise LoadError(port_taken(backend, listen_port(backend), error)) from None
+
+    def _url(self, container: Container, backend: Backend) -> str | None:
+        """Return the URL of the engine in a container; None if it cannot be reached.
+
+        A container on the network of another one is reached at the other's address and ports.
+        """
+        if container.network_mode.startswith(SHARED_NETWORK):
+            other = self._engine.inspect(container.network_mode.removeprefix(SHARED_NETWORK))
+            if other is None or other.status not in ALIVE:
+                return None
+            container = other
+        return base_url(container, listen_port(backend), self._address)
 
     def _started(self, id: str) -> Container:
         try:
@@ -322,7 +411,7 @@ class ContainerRuntime:
             if backend is None:
                 continue
             restarting = container.status == "restarting"
-            urls[name] = "" if restarting else base_url(container, listen_port(backend), self._address) or ""
+            urls[name] = "" if restarting else self._url(container, backend) or ""
             self._project.found(backend, container)
         return urls
 
@@ -448,6 +537,18 @@ def _log_begins(container: Container, start_time: float) -> float:
     """
     earliest = container.started - LOG_MARGIN
     return start_time if earliest <= start_time < earliest + LOG_MARGIN + 1.0 else earliest
+
+
+def cannot_meet(container: Container, condition: str) -> str:
+    """Return why a container that was started will not meet a condition; "" while it may."""
+    ended = how_it_ended(container)
+    if ended and container.status not in ALIVE:
+        return "" if condition == COMPLETED and container.exit_code == 0 else ended
+    if condition == HEALTHY and container.health == "unhealthy":
+        return "is unhealthy"
+    if condition == HEALTHY and not container.health:
+        return "has no health check, which `condition: service_healthy` needs"
+    return ""
 
 
 def _is_taken(ip: str, port: int) -> bool:

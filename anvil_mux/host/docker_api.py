@@ -78,6 +78,8 @@ class Container:
     exit_code: int = 0
     oom_killed: bool = False
     error: str = ""
+    health: str = ""
+    """The state of its health check: starting, healthy, unhealthy; "" where it has none."""
     network_mode: str = ""
     ports: tuple[tuple[str, str, int], ...] = ()
     """The published ports: (port inside, such as 8080/tcp; address; port outside)."""
@@ -162,6 +164,7 @@ def read_container(found: Mapping[str, Any]) -> Container:
         exit_code=state.get("ExitCode", 0),
         oom_killed=state.get("OOMKilled", False),
         error=state.get("Error", ""),
+        health=(state.get("Health") or {}).get("Status", ""),
         network_mode=host.get("NetworkMode", ""),
         ports=tuple(_bindings(bound)),
         ips=tuple(

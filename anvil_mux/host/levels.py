@@ -407,6 +407,9 @@ class Stop(Level):
     def _load(self, backend: Backend, begun: float) -> str:
         swapper, deadline = self._swapper, begun + backend.load_timeout
         check_cancelled = partial(swapper.check_cancelled, backend)
+        if backend.service.needs:
+            with swapper.phase(backend, "depends_on"):
+                swapper.runtime.prepare(backend, partial(self._remaining, backend, deadline))
         with swapper.phase(backend, "load"):
             url = swapper.start(backend)
         with swapper.phase(backend, "ready"):
@@ -426,6 +429,10 @@ class Stop(Level):
                 backend, url, deadline=deadline, check_cancelled=check_cancelled, now=swapper.now
             )
         return url
+
+    def _remaining(self, backend: Backend, deadline: float) -> float:
+        self._swapper.check_cancelled(backend)
+        return deadline - self._swapper.now()
 
     def evict(self, backend: Backend) -> int:
         self._swapper.runtime.stop(backend)

@@ -95,6 +95,9 @@ class ProcessRuntime:
         self._claims: dict[str, socket.socket] = {}  # of the chosen ports of runs
         self._up: dict[str, RunRecord] = {}  # the runs that `watch` answers for
 
+    def prepare(self, backend: Backend, remaining: Callable[[], float]) -> None:
+        pass  # processes depend on nothing
+
     def start(self, backend: Backend) -> str:
         described = _described(backend, self._address)
         record = self._records.read(backend.name)
@@ -437,13 +440,17 @@ def _claim_port(backend: Backend, address: str) -> tuple[int, socket.socket | No
                 raise LoadError(
                     f"service {backend.name} cannot listen at {address}: that is no address of this machine"
                 ) from None
-            why = error.strerror
+            last = error
     if backend.port is None:
-        raise LoadError(f"service {backend.name} finds no free port ({why})")
+        raise LoadError(f"service {backend.name} finds no free port ({last.strerror})")
     raise LoadError(
-        f"service {backend.name} cannot have port {backend.port} ({why}): "
-        "another program has it; leave the port out to get a free one in $PORT"
+        f"{port_taken(backend, backend.port, last)}; leave the port out to get a free one in $PORT"
     )
+
+
+def port_taken(backend: Backend, port: int, error: OSError) -> str:
+    """Return why a service cannot be started whose port another program has."""
+    return f"service {backend.name} cannot have port {port} ({error.strerror}): another program has it"
 
 
 def _ports() -> Iterator[int]:

@@ -87,10 +87,15 @@ def run_command(
     raise BackendError(why)
 
 
+TAKE_A_VALUE = ("-f", "-p", "--ansi", "--profile", "--pull")
+"""Options of Compose that are followed by a value."""
+
+
 def short(argv: Sequence[str]) -> str:
-    """The command as an error names it: without the long lists of files and options."""
-    words = [word for word in argv if not word.startswith("-")]
-    return " ".join(words[:2]) + (f" {argv[-1]}" if len(argv) > 2 else "")
+    """Return the command as an error names it: without its long lists of files and options."""
+    following = zip(("", *argv), argv, strict=False)
+    words = [word for before, word in following if before not in TAKE_A_VALUE]
+    return " ".join(word for word in words if not word.startswith("-"))
 
 
 # Containers

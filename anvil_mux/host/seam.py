@@ -412,6 +412,12 @@ class Runtime(Protocol):
     missing, its port is taken). Calls for different backends may come from several threads at once.
     """
 
+    def prepare(self, backend: Backend, remaining: Callable[[], float]) -> None:
+        """Start the services on which it depends, and wait until each meets its condition.
+
+        ``remaining``: the seconds that this may still take; raises once the load was cancelled.
+        """
+
     def start(self, backend: Backend) -> str:
         """Start the service (creating it at the first use) and return its base URL.
 

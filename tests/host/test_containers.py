@@ -80,7 +80,12 @@ def test_what_a_container_has_mounted_is_known_once_it_is_there(docker, runtime)
             BackendError,
             r"failed: unknown shorthand flag\. Docker Compose v2 is needed: `docker compose",
         ),
-        ("warning: old\nsome such thing", {}, BackendError, r"^`docker compose a` failed: some such thing$"),
+        (
+            "warning: old\nsome such thing",
+            {},
+            BackendError,
+            r"^`docker compose create a` failed: some such thing$",
+        ),
     ],
 )
 def test_why_a_container_could_not_be_made_is_looked_up(docker, runtime, said, docker_has, kind, why):
@@ -364,3 +369,39 @@ def test_a_log_is_followed_and_one_that_cannot_be_had_is_empty(docker, runtime):
     assert list(runtime.follow_log(A)) == ["one", "two"]
     docker.fails["logs"] = [AWAY]
     assert runtime.log_tail(A) == []
+
+
+def on_host(docker, port):
+    """A backend on the host's network, and its container."""
+    a = replace(A, port=port, service=replace(A.service, on_host_network=True))
+    docker.add("c1", status="exited")
+    docker.containers["c1"]["HostConfig"]["NetworkMode"] = "host"
+    return a
+
+
+def test_a_container_on_the_host_network_is_not_started_where_another_has_its_port(docker):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        a = on_host(docker, port)
+        runtime = runtime_at(docker, replace(CONFIG, backends=(a,)))
+        with pytest.raises(LoadError, match=f"cannot have port {port} .*: another program has it"):
+            runtime.start(a)
+        assert docker.state("c1")["Status"] == "exited"
+        docker.state("c1")["Status"] = "running"
+        assert runtime.start(a) == f"http://127.0.0.1:{port}"
+    docker.end("c1")
+    assert runtime.start(a) == f"http://127.0.0.1:{port}"
+
+
+def test_a_container_on_the_network_of_another_is_reached_there(docker, runtime):
+    docker.add("vpn-id", "vpn")
+    docker.add("c1", status="exited")
+    docker.containers["c1"]["HostConfig"]["NetworkMode"] = "container:vpn-id"
+    docker.containers["c1"]["NetworkSettings"] = {}
+    assert runtime.start(A) == URL
+    assert runtime.running() == {"a": URL}
+    del docker.containers["vpn-id"]["NetworkSettings"]["Ports"]
+    with pytest.raises(LoadError, match="publish its port on the service whose network it has, such as"):
+        runtime.start(A)
+    docker.end("vpn-id")
+    assert runtime.running() == {"a": ""}
