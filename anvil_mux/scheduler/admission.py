@@ -59,15 +59,18 @@ from anvil_mux.scheduler.state import (
     G,
     GroupState,
     PlaceRank,
+    age,
     choose,
     cost_of,
     could_spill,
     drain_seconds,
     order,
     place_rank,
+    plan,
     seconds_to_load,
     usual_drain,
     victims,
+    waiting,
 )
 
 LEAST_SECONDS = 60.0
@@ -358,6 +361,7 @@ def place_wait(state: GroupState, model: Model, now: float) -> PlaceWait:
         if each.state == "evicting" and not any(each in swap.victims for swap in state.swaps)
     ]
     busy = state.busy_gpus()
+    busy |= _reserved_before(state, model, busy, now)
     if evicting:
         slots = [slot for slot in slots if not _is_blocked(state, slot, evicting, busy, now)]
     if state.unseen or not slots or all(slot.leaving for slot in slots):
@@ -367,6 +371,22 @@ def place_wait(state: GroupState, model: Model, now: float) -> PlaceWait:
     soonest = min([_slot_wait(state, slot, busy, now) for slot in slots])
     wakes = (state.host.wake_timeout or 0.0) if state.host.is_lost else 0.0
     return soonest._replace(before=soonest.before + wakes)
+
+
+def _reserved_before(state: GroupState, model: Model, busy: set[str], now: float) -> set[str]:
+    """Return the GPUs that overdue queues get here before the queue of ``model``, or wait for."""
+    taken = set(busy)
+    is_overdue = bool(model.queue.tickets) and model.queue.overdue_at <= now
+    for other in waiting(state):
+        if taken >= state.placement.capacity.keys():
+            break
+        if other is model or other.queue.overdue_at > now or (is_overdue and age(model) < age(other)):
+            continue
+        if planned := plan(state, other, taken, now):
+            taken |= planned.gpus
+        else:
+            taken.update(gpu for slot in reserved(state, other, now) for gpu in slot.holds)
+    return taken - busy
 
 
 def _slot_wait(state: GroupState, slot: Slot, busy: set[str], now: float) -> PlaceWait:

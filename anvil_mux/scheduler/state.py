@@ -385,10 +385,10 @@ def waiting(state: GroupState) -> list[Model]:
         under_way = state.coming
         models = [model for model in models if model.name not in under_way]
     models = [model for model in models if not (model.limited and model.ready)]
-    return sorted(models, key=_age) if len(models) > 1 else models
+    return sorted(models, key=age) if len(models) > 1 else models
 
 
-def _age(model: Model) -> tuple[float, int]:
+def age(model: Model) -> tuple[float, int]:
     first = model.queue.first
     return first.since, first.id
 
@@ -590,7 +590,7 @@ def _free_places(state: GroupState, model: Model, swap: SwapInProgress, now: flo
 
 def _goes_first(state: GroupState, other: Model, model: Model, now: float) -> bool:
     """Whether a queue that waits is to have the GPUs that it waits for, before that of ``model``."""
-    if other.queue.overdue_at <= now and (model.queue.overdue_at > now or _age(other) < _age(model)):
+    if other.queue.overdue_at <= now and (model.queue.overdue_at > now or age(other) < age(model)):
         return True
     return plan(state, other, state.busy_gpus(), now, state.staying(now)) is not None
 
