@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Set
 
 from anvil_mux.errors import Cancelled, Overloaded, UnknownModel
-from anvil_mux.scheduler.events import ADOPTED, UNLOADED, Cause, Event, Leaving, ending
+from anvil_mux.scheduler.events import ADOPTED, POLICY, UNLOADED, Cause, Event, Leaving, ending
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.slot import (
@@ -207,6 +207,18 @@ class GroupFacts(Swaps):
         self.fail_refused(now)
 
     # The host
+
+    def host_away(self, now: float) -> None:
+        """Call off the swaps that drain: nothing is evicted here before the host is heard of again.
+
+        Unloads by hand, removals and evictions of silent engines drain on, as does a host that is cleared.
+        """
+        self.changed()
+        for swap in tuple(self.swaps):
+            is_planned = swap.target or swap.severs == POLICY or swap.cause.kind == "surplus"
+            drains = not swap.begun or any(victim.state == "draining" for victim in swap.victims)
+            if is_planned and drains:
+                self.call_off(swap, now)
 
     def host_lost(self, now: float) -> None:
         """Sever all leases and end all swaps there; the queues go elsewhere, or fail."""

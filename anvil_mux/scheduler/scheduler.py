@@ -287,7 +287,10 @@ class Scheduler:
         kind = "host_away" if away else "host_heard"
         groups = self._host_is(kind, host, now)
         for group in groups:
-            group.changed()
+            if away:
+                group.host_away(now)
+            else:
+                group.changed()
         return self._settle(groups, now)
 
     def _host_is(self, kind: str, host: str, now: float) -> list[GpuGroup]:

@@ -553,6 +553,36 @@ def test_residents_on_several_hosts_share_the_demand_and_so_the_loss_of_evicting
     assert alone.rate == pytest.approx(2 * resident.rate)
 
 
+def overdue_beside_idle_host(**late):
+    """A fleet where GPU 1 of h1 is reserved for c, and the only GPU of h2 is idle."""
+    a1, a2 = on("h1", "a1", "1", model="a", **late), on("h2", "a2", model="a", **late)
+    fleet = Fleet(on("h1", "b"), on("h1", "c", "0", "1", max_wait=20.0), a1, a2, queue_timeout=3600.0)
+    fleet.request("b", 0.0)
+    fleet.request("c", 1.0)
+    assert fleet.take(fleet.core.time_passed(21.0)) == []
+    return fleet
+
+
+def test_queue_that_begins_beside_reserved_gpus_takes_the_idle_host():
+    fleet = overdue_beside_idle_host()
+    fleet.request("a", 30.0)
+    assert fleet.state("a2") == "loading"
+
+
+def test_overdue_queue_beside_reserved_gpus_takes_the_idle_host():
+    fleet = overdue_beside_idle_host(max_wait=0.0)
+    fleet.request("a", 30.0)
+    assert fleet.state("a2") == "loading"
+
+
+def test_queue_beside_reserved_gpus_takes_an_idle_host_that_is_heard_again():
+    fleet = overdue_beside_idle_host()
+    fleet.take(fleet.core.host_away("h2", 25.0, True))
+    fleet.request("a", 30.0)
+    assert fleet.take(fleet.core.time_passed(90.0)) == []
+    assert fleet.take(fleet.core.host_away("h2", 95.0, False)) == ["load a2"]
+
+
 def test_an_overdue_queue_reserves_one_candidate_not_all():
     pair = on("h", "t", "0", "1")
     fleet = Fleet(*M, on("h", "m2", "1", model="m"), pair)
@@ -590,6 +620,47 @@ def test_on_a_host_that_is_away_requests_go_on_and_nothing_is_begun():
     assert waiting.error is None
     fleet.take(fleet.core.host_away("h", 501.0, False))
     assert fleet.kinds(501.0) == ["host_heard", "draining a", "severed a", "evicting a"]
+
+
+def draining_for_b(*more):
+    """A host on which a drains its stream for the queue of b; and that stream."""
+    fleet = Fleet(on("h", "a"), on("h", "b"), *more, drain_timeout=600.0, queue_timeout=3600.0)
+    for name in ("a", "c") if more else ("a",):
+        fleet.core.adopted(name, 0.0)
+    stream = fleet.request("a", 1.0)
+    if more:
+        fleet.core.host_away("i", 1.5, True)
+    fleet.request("b", 2.0)
+    assert fleet.state("a") == "draining"
+    return fleet, stream
+
+
+def test_drain_on_a_host_that_goes_away_is_called_off():
+    fleet, stream = draining_for_b()
+    fleet.take(fleet.core.host_away("h", 3.0, True))
+    assert fleet.kinds(3.0) == ["host_away", "ready a"]
+    assert fleet.request("a", 4.0).backend == "a"
+    assert fleet.take(fleet.core.time_passed(700.0)) == []
+    assert stream.severed is None
+    fleet.take(fleet.core.host_away("h", 800.0, False))
+    assert fleet.kinds(800.0)[:2] == ["host_heard", "draining a"]
+
+
+def test_queue_of_a_drain_on_a_host_that_goes_away_is_served_elsewhere():
+    fleet, _ = draining_for_b(on("i", "c"), on("i", "b2", model="b"))
+    assert fleet.take(fleet.core.host_away("i", 2.5, False)) == []
+    assert fleet.take(fleet.core.host_away("h", 3.0, True)) == ["evict c"]
+    assert fleet.evicted("c", 4.0) == ["load b2"]
+
+
+def test_drain_by_hand_on_a_host_that_goes_away_goes_on():
+    fleet = Fleet(on("h", "a"))
+    fleet.core.adopted("a", 0.0)
+    fleet.request("a", 1.0)
+    fleet.take(fleet.core.unload_asked("a", 2.0))
+    fleet.take(fleet.core.host_away("h", 3.0, True))
+    assert fleet.state("a") == "draining"
+    assert fleet.take(fleet.core.host_away("h", 9.0, False)) == ["evict a"]
 
 
 def test_a_queue_goes_to_a_host_that_can_be_steered():
