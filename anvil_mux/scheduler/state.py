@@ -472,21 +472,17 @@ def usual_drain(state: GroupState, leaving: Iterable[Slot], *, leases: int = 0) 
     return longest
 
 
-def drain_seconds(
-    state: GroupState, slots: Iterable[Slot], now: float, *, first: float = 0.0, late: float = 0.0
-) -> float:
-    """How long the answers at these backends will take yet, as answers of their models do on average.
+def drain_seconds(state: GroupState, slots: Iterable[Slot], now: float) -> float:
+    """Return how long the answers at these backends will take yet, as answers of their models do on average.
 
-    ``first``: how long those take of which none has ended; ``late``: what one takes yet that has run for
-    longer. None takes longer than its drain may.
+    None takes longer than its drain may.
     """
-    left = 0.0
+    longest = 0.0
     for slot in slots:
-        usual, most = state.models[slot.model].demand.service_seconds or first, state.drain_left(slot, now)
+        usual, most = state.models[slot.model].demand.service_seconds, state.drain_left(slot, now)
         for since in slot.holders.values():
-            rest = usual - (now - since)
-            left = max(left, min(rest if rest > 0.0 else late, most))
-    return left
+            longest = max(longest, min(max(usual - (now - since), 0.0), most))
+    return longest
 
 
 def cost_of(state: GroupState, swap: SwapInProgress, target: Slot) -> Cost:
@@ -528,24 +524,17 @@ def worth(common: Common, slot: Slot, now: float) -> tuple[bool, int, float, flo
 
 
 def free_place(model: Model, swap: SwapInProgress, here: GroupState, now: float) -> Slot | None:
-    """A backend that could be loaded at once, and serve no later than the one that a swap drains for.
+    """Return the best backend of ``model`` that could be loaded at once on GPUs that nobody holds.
 
-    ``swap`` is under way in the GPU group ``here``, and only drains.
+    ``swap`` is under way in the GPU group ``here``, and only drains for that model. How long its drain will
+    take is not asked: as for any queue, GPUs that nobody holds come first.
     """
-    assert swap.target is not None
-    roomy = with_room(here.groups_of(model))
-    if not roomy:
-        return None
-    # An answer that takes longer than usual may take as long as it can.
-    drain = drain_seconds(here, swap.victims, now, first=FIRST_SERVICE_SECONDS, late=FOREVER)
-    soonest = drain + cost_of(here, swap, swap.target).seconds
-    best = None
-    for state in roomy:
-        for slot in _free_places(state, model, swap, now):
-            seconds = state.costs.load_seconds(slot, slot.level)
-            if seconds < soonest or (best is None and seconds == soonest):
-                best, soonest = slot, seconds
-    return best
+    places = [
+        (place_rank(state, slot, ()), slot)
+        for state in with_room(here.groups_of(model))
+        for slot in _free_places(state, model, swap, now)
+    ]
+    return min(places, key=itemgetter(0))[1] if places else None
 
 
 def with_room(states: Iterable[G]) -> list[G]:

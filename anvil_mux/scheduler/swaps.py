@@ -186,7 +186,7 @@ class Swaps(Admission):
         return swap.preload and bool(behind(self.models[target.model], now))
 
     def _go_elsewhere(self, swap: SwapInProgress, now: float) -> Step | None:
-        """Load another backend for the queue of a swap that only drains, if that serves it no later.
+        """Load another backend for the queue of a swap that only drains, on GPUs that nobody holds.
 
         The drain is called off in the same moment in which that load begins, never for the hope of one: so no
         drain is called off and begun again without end.

@@ -84,6 +84,23 @@ def test_a_replica_whose_cool_down_ends_is_taken_also_by_a_queue_that_began_mean
     assert of(log, "severed", "loading") == [(0.0, "loading m1"), (6.0, "loading m1")]
 
 
+def test_free_gpu_is_taken_though_the_drain_should_end_soon():
+    """Answers of x take 4 s on average; m0 would wake in 2 s, and m1 takes 60 s from its GPU, free at 6."""
+    asleep = replace(REPLICAS[0], evict_to=("sleep",)), REPLICAS[1]
+    driver = Driver(*asleep, X, drain_timeout=600.0)
+    driver.core.adopt("x", 0.0)
+    driver.core.adopt_standby("m0", 0.0, "sleep", {}, host_bytes=0)
+    driver.costs.learn("", "m", "sleep", 0.0, 2.0)
+    driver.costs.learn("", "m", "stop", 0.0, 60.0)
+    short = driver.request("x", 0.0)
+    driver.core.release(short, 4.0)
+    driver.core.slots["m1"].retry_at = 6.0
+    driver.request("x", 5.0)
+    driver.request("m", 5.0)
+    assert (driver.steps(5.0), driver.state("x")) == ([], "draining")
+    assert (driver.steps(6.0), driver.state("x")) == (["load m1"], "ready")
+
+
 @TIED
 def test_a_gpu_that_another_queue_waits_for_is_no_better_place(tie):
     """``z`` goes for ``n``, which was there first, and the drain of ``x`` goes on."""
