@@ -64,6 +64,7 @@ from anvil_mux.scheduler.state import (
     cost_of,
     could_spill,
     drain_seconds,
+    is_unwanted,
     order,
     place_rank,
     plan,
@@ -407,12 +408,14 @@ def _seconds_before(state: GroupState, slot: Slot, now: float) -> float:
     if slot.coming or slot.serves:
         return 0.0
     longest = slot.retry_at - now if slot.state == "stopped" else 0.0
-    for swap in state.swaps:
-        if slot.holds.keys().isdisjoint(swap.gpus()):
-            continue
+    before = [swap for swap in state.swaps if not slot.holds.keys().isdisjoint(swap.gpus())]
+    for swap in before:
+        if is_unwanted(state, swap):
+            continue  # its load is cancelled for this queue
         load = cost_of(state, swap, swap.target).seconds if swap.target else 0.0
         longest = max(longest, usual_drain(state, swap.victims) + load)
-    return longest if longest > 0.0 else math.inf
+    makes_way = any(is_unwanted(state, swap) for swap in before)
+    return max(longest, 0.0) if longest > 0.0 or makes_way else math.inf
 
 
 def _is_blocked(state: GroupState, slot: Slot, evicting: Sequence[Slot], busy: set[str], now: float) -> bool:

@@ -111,6 +111,7 @@ from anvil_mux.scheduler.state import (
     GroupState,
     Plan,
     SwapInProgress,
+    is_unwanted,
     plan,
     spills,
     takeover,
@@ -256,7 +257,7 @@ class GpuGroup(GroupFacts):
 
     def _cancel_unwanted(self, models: list[Model], now: float) -> bool:
         """Cancel loads that no request waits for any more, if a queue could have their GPUs then."""
-        unwanted = [swap for swap in self.swaps if self._is_unwanted(swap)] if models else []
+        unwanted = [swap for swap in self.swaps if is_unwanted(self, swap)] if models else []
         if not unwanted:
             return False
         loads = [swap.target for swap in unwanted if swap.target]
@@ -271,15 +272,6 @@ class GpuGroup(GroupFacts):
                         swap.cancel = Cause("unwanted", model.name)
                     return True
         return False
-
-    def _is_unwanted(self, swap: SwapInProgress) -> bool:
-        """Whether a swap loads a backend that no request waits for any more."""
-        slot = swap.target
-        if slot is None or slot.state != "loading" or swap.cancel:
-            return False
-        if swap.preload and swap.cause.kind not in ("home", "hinted"):
-            return False
-        return not (slot.pinned or self.models[slot.model].queue.tickets)
 
     # Hints
 

@@ -654,6 +654,22 @@ def _more_victims(state: GroupState, slot: Slot, swap: SwapInProgress, now: floa
         return victims(state, slot, state.busy_gpus(but=[swap]), staying, now, without=going)
 
 
+# Loads that no request waits for
+
+
+def is_unwanted(state: GroupState, swap: SwapInProgress) -> bool:
+    """Return whether a swap loads a backend that no request waits for, and makes way for any queue.
+
+    A backend that wakes is no such load: it is there in seconds, and cancelled it would lose its standby.
+    """
+    slot = swap.target
+    if slot is None or slot.state != "loading" or swap.cancel or swap.level != "stop":
+        return False
+    if swap.preload and swap.cause.kind not in ("home", "hinted"):
+        return False
+    return not (slot.pinned or state.models[slot.model].queue.tickets)
+
+
 # Another replica of a busy model
 
 

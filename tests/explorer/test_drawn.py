@@ -6,11 +6,21 @@ from anvil_mux.scheduler import state
 from tests.explorer.drawn import draw, main, replayed, shrunk, walk
 
 WALKS = 50
+KNOWN = (
+    *(455725396860, 455725397522, 455725398620, 455725400316, 455725401011),
+    *(777000113, 777000554, 777001692, 777002265),
+)
+"""Seeds of walks on which something was wrong once."""
 
 
 @pytest.mark.parametrize("first", range(0, 8 * WALKS, WALKS))
 def test_nothing_is_wrong_on_a_walk(first):
     assert {seed: wrong for seed in range(first, first + WALKS) if (wrong := walk(seed)[1])} == {}
+
+
+@pytest.mark.parametrize("seed", KNOWN)
+def test_nothing_is_wrong_on_a_known_walk(seed):
+    assert walk(seed)[1] == []
 
 
 def test_a_seed_is_always_the_same_world_and_the_same_walk():

@@ -5,6 +5,7 @@ import pytest
 from anvil_mux.errors import LoadError
 from anvil_mux.scheduler.events import Cause
 from tests.scheduler.driver import FACTS, TEN, A, B, Driver, Never, backend
+from tests.scheduler.fleet import Fleet, on
 
 # Loads that are cancelled
 
@@ -165,6 +166,30 @@ def test_all_loads_are_cancelled_that_a_line_of_several_gpus_needs():
     assert driver.load_cancelled("b", 5.0) == ["load t"]
     driver.core.loaded("t", 6.0)
     assert waiting.backend == "t"
+    driver.sound()
+
+
+def test_load_for_nobody_is_cancelled_for_a_queue_with_another_place():
+    """b waits for the load on GPU 0; its other GPU loads a, whose client left."""
+    replicas = [on("", f"b{gpu}", gpu, model="b") for gpu in "01"]
+    fleet = Fleet(on("", "x"), on("", "a", "1"), *replicas, queue_timeout=3600.0, policy="adaptive")
+    fleet.request("x", 0.0)
+    departing = fleet.request("a", 0.0)
+    fleet.request("b", 1.0)
+    assert fleet.take(fleet.core.abandoned(departing, 2.0)) == ["cancel a"]
+
+
+def test_wake_for_nobody_is_not_cancelled():
+    """It ends in seconds, and what is cancelled has to be loaded from the beginning the next time."""
+    driver = Driver(A, backend("b", evict_to=("sleep",)))
+    driver.core.adopt_standby("b", 0.0, "sleep", {}, host_bytes=0)
+    departing = driver.request("b", 1.0)
+    assert driver.steps(1.0) == ["load b"]
+    driver.core.give_up(departing, 2.0)
+    assert driver.asked("a", 2.0) == []
+    assert driver.loaded("b", 3.0) == ["evict b"]
+    assert driver.evicted("b", 4.0, {}, "sleep") == ["load a"]
+    driver.core.loaded("a", 5.0)
     driver.sound()
 
 
