@@ -327,6 +327,20 @@ class _Checker:
     def _is_pinned(self, event: Event) -> bool:
         return self._then.pins.get(event.model, self._slots[event.backend].pinned)
 
+    def _is_beside_pinned(self, backend: str) -> bool:
+        """Return whether pinned residents leave a backend no room on one of its GPUs."""
+        pinned = [
+            slot
+            for name, slot in self._slots.items()
+            if name != backend
+            and self._backends[name].state == "ready"
+            and self._then.pins.get(slot.model, slot.pinned)
+        ]
+        need = self._slots[backend].holds
+        return any(
+            need[gpu] + sum(slot.holds.get(gpu, 0) for slot in pinned) > self._capacity[gpu] for gpu in need
+        )
+
     def _judge_begin(self, target: str, event: Event) -> None:
         self._claim(self._is_wanted(target), event, f"nobody waits for {target}")
 
@@ -411,6 +425,8 @@ class _Checker:
             groups = [g for g in self._groups if any(self._slots[name].model == model for name in g)]
             there = [name for group in groups for name in group if self._host[name] not in away]
             still = all(self._backends[name].state in ("ready", "stopped", "standby") for name in there)
-            own = [self._backends[name] for name in there if self._slots[name].model == model]
-            could = any(each.retry_at < event.at for each in own)
+            own = [name for name in there if self._slots[name].model == model]
+            could = any(
+                self._backends[name].retry_at < event.at and not self._is_beside_pinned(name) for name in own
+            )
             self._claim(not (still and could), event, f"{model} is overdue, and its swap has not begun")

@@ -8,7 +8,7 @@ from tests.explorer.drawn import draw, main, replayed, shrunk, walk
 WALKS = 50
 KNOWN = (
     *(455725396860, 455725397522, 455725398620, 455725400316, 455725401011),
-    *(777000113, 777000554, 777001692, 777002265),
+    *(777000113, 777000554, 777001692, 777002265, 885203417216),
 )
 """Seeds of walks on which something was wrong once."""
 
