@@ -387,7 +387,9 @@ class GpuGroup(GroupFacts):
             self.emit(Event(now, "plugin_failed", "", cause=cause))
 
     def _unload(self, model: Model, cause: Cause, now: float) -> bool:
-        slots = [slot for slot in self.own(model) if slot.state == "ready" and not slot.pinned]
+        """Evict what the policy unloads; nothing of ours runs on an external server."""
+        own = [slot for slot in self.own(model) if not (slot.pinned or slot.backend.url)]
+        slots = [slot for slot in own if slot.state == "ready"]
         for slot in slots:
             self.begin(None, [slot], now, cause, severs=POLICY)
         return bool(slots)

@@ -53,6 +53,12 @@ class IdleOut:
         return Stay(min(moments, default=inf)) if not seen.queues else SwapTo(seen.queues[0].model)
 
 
+def test_unload_of_an_external_server_by_a_policy_does_nothing():
+    driver = Driver(backend("cloud", url="https://api.example.com"), policy=IdleOut())
+    driver.core.adopt("cloud", 0.0)
+    assert (driver.steps(20.0), driver.state("cloud")) == ([], "ready")
+
+
 @pytest.mark.parametrize("policy", [Never(), Wrong(), Broken(), Wordy()])
 def test_an_overdue_line_is_served_whatever_the_policy_says(policy):
     driver = Driver(A, B, policy=policy, max_wait=60.0)
