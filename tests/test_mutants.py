@@ -83,8 +83,8 @@ MUTANTS = {
     ),
     "a step is lost": (
         "multiplexer/driver",
-        "                self._jobs.extend(begun)\n",
-        "                self._jobs.extend(begun[:1])\n",
+        "                    self._jobs.extend(begun)\n",
+        "                    self._jobs.extend(begun[:1])\n",
     ),
     "steps are performed at once, each after the other": (
         "multiplexer/driver",

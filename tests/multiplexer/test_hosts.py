@@ -147,3 +147,25 @@ def test_prompts_on_disk_are_told_of_the_backends_that_keep_some():
         assert "kept_prompts" not in healthz.model_state(b)["backends"]["b"]
 
     Stage(Config(policy="eager", backends=backends)).play(main)
+
+
+@SEEDS
+def test_failing_cancel_loses_no_step_of_the_same_fact(seed, caplog):
+    """A pause cancels the load of slow, which raises, and evicts b all the same."""
+
+    def main(stage):
+        def cancel(backend, number):
+            raise RuntimeError("can't start new thread")
+
+        stage.engines.cancel = cancel
+        stage.mux.load("b")
+        stage.request(0.0, "a")
+        stage.clock.sleep(1.0)
+        stage.mux.facts.paused(None)
+        stage.clock.sleep(20.0)
+        assert stage.states() == {"a": "stopped", "b": "stopped"}
+        stage.mux.facts.resumed()
+        stage.mux.load("b")
+
+    Stage(Config(policy="eager", backends=(one("a", "0"), one("b", "1"))), seed=seed).play(main)
+    assert "a step on a could not be prepared" in caplog.text

@@ -10,6 +10,7 @@ from anvil_mux.errors import (
     Cancelled,
     Draining,
     LoadError,
+    UnknownModel,
 )
 from anvil_mux.host.seam import Evicted
 from anvil_mux.lab.engines import Engines, Outcome
@@ -58,6 +59,22 @@ def test_what_a_reload_finds_and_cannot_stay_has_its_gpus_until_it_is_stopped():
         assert stage.mux.overview.unseen == []
 
     Stage().play(main)
+
+
+def test_reload_that_the_scheduler_fails_leaves_what_is_served():
+    def main(stage):
+        def fail(*about, **more):
+            raise ZeroDivisionError
+
+        stage.mux.scheduler.reconfigured = fail
+        with pytest.raises(ZeroDivisionError):
+            stage.mux.facts.reconfigure(Config(policy="eager", backends=(A, new)), {})
+        with pytest.raises(UnknownModel):
+            stage.mux.resolve("new")
+        stage.mux.load("b")
+
+    new = replace(B, name="new", model="new")
+    Stage(Config(policy="eager", backends=(A, B))).play(main)
 
 
 def test_a_gpu_is_reserved_from_the_beginning_of_its_swap_until_it_is_the_targets():
