@@ -243,6 +243,12 @@ class InFlightTracker:
         replicas += [self._replica(name, work, 0)._replace(schedulable=False) for name in failed]
         return replicas
 
+    def _with_hits(self, replicas: Sequence[Replica], work: Work) -> list[Replica]:
+        """Return the replicas as a choice for ``work`` sees them, which were viewed for no work."""
+        names = [replica.backend for replica in replicas]
+        hits = self.prefixes.hits(work.blocks, names) if work.blocks else {}
+        return [each._replace(hit_tokens=_hit_tokens(work, hits.get(each.backend, 0))) for each in replicas]
+
     def _observed(self, ours: Replica, now: float) -> Replica:
         """The replica, with its engine's figures."""
         account = self._accounts[ours.backend]
@@ -286,9 +292,7 @@ class InFlightTracker:
             decode_tokens=account.decode_tokens + others.decode_tokens,
             decode_batch=total - waiting,
             num_tokens=account.num_tokens + others.num_tokens,
-            hit_tokens=work.tokens
-            if work.infer_type == "decode"
-            else min(blocks * work.block_tokens, work.tokens),
+            hit_tokens=_hit_tokens(work, blocks),
             kv_tokens=backend.kv_tokens or 0,
             profile=backend.profile,
             cache_tokens=account.kv_tokens,
@@ -394,10 +398,10 @@ class InFlightTracker:
         """The requests that a replica does not answer, if the policy takes it for stale and has another for
         them.
         """
-        found = []
+        found, replicas = [], self.view(Work(), among, (), now)
         for key in self.waiting(backend):
             work = self._accounts[backend].entries[key].work
-            choice = choose(self.routing, work, self.view(work, among, (), now), self._memory)
+            choice = choose(self.routing, work, self._with_hits(replicas, work), self._memory)
             if choice and (backend, "staleness") in choice.removed:
                 found.append(key)
         return found
@@ -414,6 +418,7 @@ class InFlightTracker:
             return found
         moved = self._replica(to, Work(), 0)
         for name, behind in lines:
+            line = self._replica(name, Work(), 0)
             for left, key in zip(range(len(behind), 0, -1), reversed(behind), strict=True):
                 entry = self._accounts[name].entries[key]
                 if not entry.work.stream:
@@ -422,22 +427,16 @@ class InFlightTracker:
                     break
                 hits = self.prefixes.hits(entry.work.blocks, [to]).get(to, 0) * entry.work.block_tokens
                 target = moved._replace(hit_tokens=min(hits, entry.work.tokens))
-                pair = [self._without(name, entry, found), target]
+                without = _changed(line, -1, entry.work, entry.missing)
+                pair = [without._replace(hit_tokens=entry.hit), target]
                 choice = choose(self.routing, entry.work, pair, self._memory)
                 if choice is None or choice.backend != to:
                     break
                 found.append(key)
+                line = without
                 missing = max(entry.work.tokens - target.hit_tokens, 0)
                 moved = _changed(moved, 1, entry.work, missing)
         return found
-
-    def _without(self, name: str, entry: _Charge, gone: Sequence[Hashable]) -> Replica:
-        """The replica of ``entry`` as it would be if that, and those that are ``gone``, were not there."""
-        replica = self._replica(name, entry.work, 0)._replace(hit_tokens=entry.hit)
-        entries = self._accounts[name].entries
-        for each in (entry, *[entries[key] for key in gone if key in entries]):
-            replica = _changed(replica, -1, each.work, each.missing)
-        return replica
 
     def _charge(self, key: Hashable, work: Work, choice: Choice, now: float) -> None:
         account = self._accounts[choice.backend]
@@ -581,6 +580,11 @@ def as_json(figures: EngineFigures | None) -> dict[str, Any] | None:
         "kv_usage": usage,
         "age_seconds": round(figures.age_seconds, 1),
     }
+
+
+def _hit_tokens(work: Work, blocks: int) -> int:
+    """Return the tokens of an input that a replica need not compute; ``blocks``: those in its cache."""
+    return work.tokens if work.infer_type == "decode" else min(blocks * work.block_tokens, work.tokens)
 
 
 def _changed(replica: Replica, by: int, work: Work, missing: int) -> Replica:

@@ -1,6 +1,7 @@
 """What replicas have to do, as counted from leases and streams."""
 
 import random
+import sys
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -144,6 +145,42 @@ def test_an_idle_replica_takes_requests_that_wait_behind_others_until_both_have_
     assert made.better_off("b", NAMES, 0.0) == [1004, 1003]
     streams(made, 900, 901, backend="b")
     assert made.better_off("b", NAMES, 0.0) == [1004]
+
+
+def calls_of_better_off(waiting: int) -> int:
+    """The functions that are called where so many streams wait at one replica, and another is idle."""
+    made, calls = in_flight(), 0
+    for key in range(waiting):
+        chosen(made, key, Work(1000, stream=True), among=("a",))
+
+    def count(frame: object, event: str, about: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        moved = made.better_off("b", NAMES, 0.0)
+    finally:
+        sys.setprofile(None)
+    assert len(moved) == waiting // 2
+    return calls
+
+
+def test_better_off_takes_time_in_proportion_to_the_line():
+    assert calls_of_better_off(400) < 2.2 * calls_of_better_off(200)
+
+
+def test_left_waiting_views_the_replicas_once_for_a_whole_line():
+    made = InFlightTracker(pipeline.build("load_balance"), [Backend(name, "m") for name in NAMES], full=True)
+    for name in NAMES:
+        made.observe(name, EngineLoad(0, 0), 0.0)
+    streams(made, *range(1000, 1100))
+    for name in ("b", "c"):
+        made.observe(name, EngineLoad(0, 0), 100.0)
+    views, view = [], made.view
+    made.view = lambda *about: views.append(about) or view(*about)  # type: ignore[assignment]
+    assert made.left_waiting("a", NAMES, 100.0) == [*range(1000, 1100)]
+    assert len(views) == 1
 
 
 def test_a_request_stays_where_the_policy_would_send_it_again():
