@@ -223,7 +223,8 @@ class _Message(AnswerTranslation):
             content[-1][_field(part)] += part.text
         for block in content:
             if block["type"] == "tool_use":
-                block["input"] = arguments_of(block["input"])
+                block["input"] = arguments_of(block["input"], ending)
+        content = [block for block in content if block.get("input", "") is not None]
         end = {"stop_reason": _reason(ending), "stop_sequence": ending.stop_sequence}
         return written({**self._head(), "content": content, **end, "usage": _usage(ending)})
 
@@ -231,10 +232,12 @@ class _Message(AnswerTranslation):
         return b"".join(event for part in self._parts.feed(data) for event in self._events(part))
 
     def finish(self, now: float) -> bytes:
+        waited = [event for part in self._parts.flush() for event in self._events(part)]
         ending = self._parts.finish()
         delta = {"stop_reason": _reason(ending), "stop_sequence": ending.stop_sequence}
         return b"".join(
             [
+                *waited,
                 *self._start(),
                 *self._stop_block(),
                 _event("message_delta", delta=delta, usage=_usage(ending)),

@@ -6,7 +6,8 @@ stream of events; ``parts_of`` and ``ChunkReader`` read both into the same few p
 (ollama.py, anthropic.py) says them in its own words.
 
 Engines differ in small things, all of which are taken: reasoning is called ``reasoning_content`` or
-``reasoning``, a call of a tool may come at once or in fragments, some say ``stop`` where they mean
+``reasoning``, content may be a list of parts, a call of a tool may come at once or in fragments, also in turn
+with those of another call, parallel calls may have the same index or none, some say ``stop`` where they mean
 ``tool_calls``, and llama.cpp tells what it measured (``timings``). A stream that ends without a reason to end
 has broken off, whatever its framing says.
 """
@@ -15,8 +16,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from anvil_mux.clock import MOST_COUNT
@@ -26,11 +28,12 @@ from anvil_mux.protocol.api import written
 
 MAX_LINE = 16 << 20
 """Bytes of one event."""
+_BOM = "\ufeff".encode()
 
 
 class Part(NamedTuple):
     """A piece of an answer. A call of a tool begins with its id and name, and pieces of its arguments follow,
-    which are JSON.
+    which are JSON. All pieces of a block come before the next block begins.
     """
 
     block: str
@@ -129,12 +132,22 @@ def finite(value: Any) -> Any:
     return value
 
 
-def arguments_of(call: str) -> dict[str, Any]:
-    """The arguments of a tool call; engines pass on what the model wrote, which need not be JSON."""
-    arguments = foreign.read_object(call or "{}")
-    if arguments is None:
-        raise QuotedFailure("The model produced tool-call arguments that are not a JSON object", call[:200])
-    return arguments
+def arguments_of(call: str, ending: Ending) -> dict[str, Any] | None:
+    """Return the arguments of a tool call, or None if the answer's limit of tokens cut them off.
+
+    Engines pass on what the model wrote: QuotedFailure if that is not a JSON object.
+    """
+    arguments = foreign.read_object(call)
+    if arguments is not None or ending.reason == "length":
+        return arguments
+    if call.strip() in ("", "null"):
+        return {}
+    raise _not_an_object(call)
+
+
+def _not_an_object(arguments: str) -> QuotedFailure:
+    summary = "The model produced tool-call arguments that are not a JSON object"
+    return QuotedFailure(summary, arguments[:200])
 
 
 def objects(said: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
@@ -178,46 +191,153 @@ def parts_of(body: bytes) -> tuple[list[Part], Ending]:
     message = choice.get("message")
     message = message if isinstance(message, dict) else choice
     parts = list(_said(message))
-    for index, call in enumerate(_calls(message)):
-        parts += [_tool_begin(call, index), Part("tool_use", _arguments(call))]
-    called = any(part.id for part in parts)
-    return parts, _ending(choice, found.get("usage"), found.get("timings"), called=called)
+    calls: list[_ToolCall] = []
+    for given in _calls(message):
+        calls.append(_ToolCall.of(given, calls))
+        parts += [Part("tool_use", id=calls[-1].id, name=calls[-1].name), Part("tool_use", _arguments(given))]
+    return parts, _ending(choice, found.get("usage"), found.get("timings"), called=bool(calls))
 
 
 # Streams
 
 
+@dataclass(slots=True)
+class _ToolCall:
+    """A call of a tool in an answer."""
+
+    id: str
+    """The id for the client, which no other call of the answer has."""
+    name: str
+    given_id: str
+    """The id that the engine gave it; "" for none."""
+    index: int | None
+    pieces: list[str] = field(default_factory=list)
+    sent: int = 0
+    """The pieces of its arguments that were read already."""
+    has_begun: bool = False
+
+    @classmethod
+    def of(cls, given: dict[str, Any], calls: list[_ToolCall]) -> _ToolCall:
+        """Make the call that an engine's object begins; ``calls``: those before it."""
+        id, used = _id(given), {call.id for call in calls}
+        unique = id if id not in used else ""
+        number = len(calls)
+        while not unique or unique in used:
+            unique, number = f"call_{number}", number + 1
+        return cls(unique, _name(given), id, _index(given))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its arguments are a JSON object, behind which nothing can follow."""
+        last = self.pieces[-1].rstrip() if self.pieces else "{"
+        return (not last or last.endswith("}")) and foreign.read_object("".join(self.pieces)) is not None
+
+    def continues(self, given: dict[str, Any]) -> bool:
+        """Whether an engine's object goes on with this call, rather than begin another one.
+
+        Both have the same index, or the object has none. Some engines repeat the name with each fragment,
+        some invent an id for each, and some give all parallel calls the same index.
+        """
+        id, name = _id(given), _name(given)
+        if id and id == self.given_id:
+            return name in ("", self.name) or not self.name
+        if not name:
+            return not (id and self.is_whole)
+        if (self.name and name != self.name) or (id and self.given_id):
+            return False
+        return not (_arguments(given).strip() and self.is_whole)
+
+    def parts(self, *, is_last: bool) -> Iterator[Part]:
+        """Yield the parts that have come since the last time; not before its name is known."""
+        if not self.has_begun:
+            if not (self.name or is_last):
+                return
+            self.has_begun = True
+            yield Part("tool_use", id=self.id, name=self.name)
+        text = "".join(self.pieces[self.sent :])
+        self.sent = len(self.pieces)
+        if text:
+            yield Part("tool_use", text)
+
+
 class ChunkReader:
-    """Reads a stream of chunks as its bytes come."""
+    """Reads a stream of chunks as its bytes come.
+
+    The fragments of several tool calls may alternate. Then the first call is passed on as it comes, and what
+    begins behind it waits until the arguments of the first are whole, or the stream ends.
+    """
 
     def __init__(self) -> None:
         self._lines = foreign.Lines()
+        self._is_first_line = True
+        self._held = b""
+        """A carriage return at the end of what came, which may be half of a line's end."""
+        self._data: list[bytes] = []
+        """The data lines of an event that is written over several."""
+        self._size = 0
         self._usage: object = None
         self._timings: object = None
         self._last: dict[str, Any] | None = None
         """The choice that said why the answer ended."""
-        self._tool: object = None
-        """The index of the call whose arguments come."""
+        self._calls: list[_ToolCall] = []
+        self._open: _ToolCall | None = None
+        """The call whose fragments are passed on as they come."""
+        self._waiting: deque[Part | _ToolCall] = deque()
+        """Blocks that follow that call."""
 
     def feed(self, data: bytes) -> Iterator[Part]:
-        """The parts that have come with ``data``."""
+        """Yield the parts that have come with ``data``."""
+        if self._held or b"\r" in data:
+            data = self._held + data
+            self._held = b"\r" if data.endswith(b"\r") else b""
+            data = data[: len(data) - len(self._held)].replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         lines = self._lines.feed(data)
-        if len(self._lines.rest) > MAX_LINE:
+        if len(self._lines.rest) + self._size > MAX_LINE:
             raise BackendError(f"The engine sent an event of more than {MAX_LINE} bytes.")
         for line in lines:
-            if line.startswith(b"data:"):
-                yield from self._event(line[5:].strip())
+            yield from self._line(line)
+
+    def flush(self) -> list[Part]:
+        """Return the parts that waited for the end of the stream, which has come.
+
+        A call that had to wait is left out if the answer's limit of tokens cut its arguments off.
+        """
+        rest = (
+            bytes(self._lines.rest).removeprefix(b"data:") if self._lines.rest.startswith(b"data:") else b""
+        )
+        last = foreign.read_object(b"\n".join([*self._data, rest]))
+        found = [] if last is None else list(self._event(last))
+        if self._last and self._last.get("finish_reason") == "length":
+            self._waiting = deque(each for each in self._waiting if isinstance(each, Part) or each.is_whole)
+        return [*found, *self._advance(is_end=True)]
 
     def finish(self) -> Ending:
-        """Why the answer ended."""
+        """Return why the answer ended; BackendError if it broke off."""
         if self._last is None:
             raise BackendError("The engine broke off its answer.")
-        return _ending(self._last, self._usage, self._timings, called=self._tool is not None)
+        return _ending(self._last, self._usage, self._timings, called=bool(self._calls))
 
-    def _event(self, data: bytes) -> Iterator[Part]:
-        if data in (b"", b"[DONE]"):
-            return
-        chunk = document(data)
+    def _line(self, line: bytes) -> Iterator[Part]:
+        """Read a line of events. An object that a line holds is read at once: some engines forget the blank
+        line behind it."""
+        if self._is_first_line:
+            self._is_first_line, line = False, line.removeprefix(_BOM)
+        if line.startswith(b"data:"):
+            data = line[5:].strip()
+            if not self._data and data in (b"", b"[DONE]"):
+                return
+            chunk = None if self._data else foreign.read_object(data)
+            if chunk is not None:
+                yield from self._event(chunk)
+            else:
+                self._data.append(data)
+                self._size += len(data)
+        elif not line.strip() and self._data:
+            data, self._data, self._size = b"\n".join(self._data), [], 0
+            yield from self._event(document(data))
+
+    def _event(self, chunk: dict[str, Any]) -> Iterator[Part]:
+        _raise_error(chunk)
         self._usage = chunk.get("usage") or self._usage
         self._timings = chunk.get("timings") or self._timings
         choice = _choice(chunk)
@@ -225,19 +345,43 @@ class ChunkReader:
             return
         delta = choice.get("delta")
         delta = delta if isinstance(delta, dict) else choice
-        yield from _said(delta)
-        for call in _calls(delta):
-            yield from self._fragment(call)
+        self._waiting += _said(delta)
+        for given in _calls(delta):
+            self._take(given)
         if choice.get("finish_reason"):
             self._last = choice
+        yield from self._advance()
 
-    def _fragment(self, call: dict[str, Any]) -> Iterator[Part]:
-        index = call.get("index", 0)
-        if index != self._tool:
-            self._tool = index
-            yield _tool_begin(call, index)
-        if arguments := _arguments(call):
-            yield Part("tool_use", arguments)
+    def _take(self, given: dict[str, Any]) -> None:
+        """Take a fragment of a call, or a whole one."""
+        id, index = _id(given), _index(given)
+        by_id = [call for call in self._calls if id and call.given_id == id]
+        there = by_id or [call for call in self._calls if index in (None, call.index)]
+        if there and there[-1].continues(given):
+            call = there[-1]
+            call.name = call.name or _name(given)
+        else:
+            call = _ToolCall.of(given, self._calls)
+            self._calls.append(call)
+            self._waiting.append(call)
+        if arguments := _arguments(given):
+            call.pieces.append(arguments)
+            if call.has_begun and call is not self._open and arguments.strip():
+                raise _not_an_object("".join(call.pieces))
+
+    def _advance(self, *, is_end: bool = False) -> Iterator[Part]:
+        """Yield what may be passed on now: one block after the other."""
+        while True:
+            if self._open:
+                yield from self._open.parts(is_last=is_end)
+                if not self._waiting or not (is_end or self._open.is_whole):
+                    return
+            if not self._waiting:
+                return
+            block = self._waiting.popleft()
+            self._open = None if isinstance(block, Part) else block
+            if isinstance(block, Part):
+                yield block
 
 
 def _choice(found: dict[str, Any]) -> dict[str, Any] | None:
@@ -250,9 +394,18 @@ def _said(message: dict[str, Any]) -> Iterator[Part]:
     thought = message.get("reasoning_content") or message.get("reasoning")
     if thought and isinstance(thought, str):
         yield Part("thinking", thought)
-    said = message.get("content") or message.get("text")
-    if said and isinstance(said, str):
-        yield Part("text", said)
+    yield from _content(message.get("content") or message.get("text"))
+    yield from _content(message.get("refusal"))
+
+
+def _content(content: object) -> Iterator[Part]:
+    """The parts of a content: a string, or a list of objects that hold one each."""
+    for each in content if isinstance(content, list) else [content]:
+        if isinstance(each, str) and each:
+            yield Part("text", each)
+        elif isinstance(each, dict):
+            for kind, block in (("thinking", "thinking"), ("text", "text"), ("refusal", "text")):
+                yield from [part._replace(block=block) for part in _content(each.get(kind))]
 
 
 def _calls(message: dict[str, Any]) -> list[dict[str, Any]]:
@@ -260,9 +413,18 @@ def _calls(message: dict[str, Any]) -> list[dict[str, Any]]:
     return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
 
 
-def _tool_begin(call: dict[str, Any], index: object) -> Part:
-    name = str(_function(call).get("name") or "")
-    return Part("tool_use", id=str(call.get("id") or f"call_{index}"), name=name)
+def _id(call: dict[str, Any]) -> str:
+    return str(call.get("id") or "")
+
+
+def _name(call: dict[str, Any]) -> str:
+    return str(_function(call).get("name") or "")
+
+
+def _index(call: dict[str, Any]) -> int | None:
+    """The place of a call among those of its answer; None where the engine does not say."""
+    index = call.get("index")
+    return index if type(index) is int else None
 
 
 def _arguments(call: dict[str, Any]) -> str:
@@ -286,7 +448,7 @@ def _ending(choice: dict[str, Any], usage: object, timings: object, *, called: b
     counts = usage if isinstance(usage, dict) else {}
     details = counts.get("prompt_tokens_details")
     return Ending(
-        reason="tool_calls" if called and reason == "stop" else reason,
+        reason="tool_calls" if called and reason in ("stop", "function_call") else reason,
         stop_sequence=sequence if isinstance(sequence, str) else None,
         prompt_tokens=count(counts.get("prompt_tokens")),
         completion_tokens=count(counts.get("completion_tokens")),

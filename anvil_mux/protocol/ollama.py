@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, ClassVar
 
@@ -70,6 +70,11 @@ def generate(said: dict[str, Any]) -> Translation:
             raise BadRequest(f"`{key}` cannot be honoured here; use /api/chat", param=key)
     prompt, system, suffix = text(said, "prompt"), text(said, "system"), text(said, "suffix")
     if said.get("raw") or suffix:
+        if said.get("images"):
+            text_only = (
+                "`images` cannot be combined with `raw` or `suffix`: leave these out, or use /api/chat"
+            )
+            raise BadRequest(text_only, param="images")
         question = {"prompt": prompt, **({"suffix": suffix} if suffix else {}), **_wishes(said)}
         return _translation(said, "/v1/completions", question, _Generate)
     images = said.get("images") or []
@@ -274,20 +279,27 @@ class _Spoken(_Words):
         parts, ending = parts_of(body)
         for part in parts:
             self._gather(part)
-        return self._line(now, parts, {"done": True, **self._end(ending, now)}, calls=True)
+        calls = self._tool_calls(ending)
+        return self._line(now, parts, {"done": True, **self._end(ending, now)}, calls)
 
     def feed(self, data: bytes, now: float) -> bytes:
+        return self._lines_of(self._parts.feed(data), now)
+
+    def finish(self, now: float) -> bytes:
+        waited = self._lines_of(self._parts.flush(), now)
+        ending = self._parts.finish()
+        calls = self._tool_calls(ending)
+        called = self._line(now, [], {"done": False}, calls) if calls else b""
+        return waited + called + self._line(now, [], {"done": True, **self._end(ending, now)})
+
+    def _lines_of(self, parts: Iterable[Part], now: float) -> bytes:
+        """Return the lines for the parts that are sent as they come."""
         lines = []
-        for part in self._parts.feed(data):
+        for part in parts:
             self._first = self._first or now
             if not self._gather(part):
                 lines.append(self._line(now, [part], {"done": False}))
         return b"".join(lines)
-
-    def finish(self, now: float) -> bytes:
-        ending = self._parts.finish()
-        called = self._line(now, [], {"done": False}, calls=True) if self._calls else b""
-        return called + self._line(now, [], {"done": True, **self._end(ending, now)})
 
     def _gather(self, part: Part) -> bool:
         """Keep what belongs to a tool call, which is sent whole."""
@@ -299,10 +311,13 @@ class _Spoken(_Words):
             self._calls[-1][2].append(part.text)
         return True
 
-    def _tool_calls(self) -> list[dict[str, Any]]:
+    def _tool_calls(self, ending: Ending) -> list[dict[str, Any]]:
+        """Return the calls, but for one that the answer's limit of tokens cut off."""
+        read = [(id, name, arguments_of("".join(pieces), ending)) for id, name, pieces in self._calls]
+        whole = [each for each in read if each[2] is not None]
         return [
-            {"id": id, "function": {"index": index, "name": name, "arguments": arguments_of("".join(pieces))}}
-            for index, (id, name, pieces) in enumerate(self._calls)
+            {"id": id, "function": {"index": index, "name": name, "arguments": arguments}}
+            for index, (id, name, arguments) in enumerate(whole)
         ]
 
     def _end(self, ending: Ending, now: float) -> dict[str, Any]:
@@ -322,19 +337,21 @@ class _Spoken(_Words):
         }
         return {key: value for key, value in figures.items() if value is not None}
 
-    def _line(self, now: float, parts: list[Part], more: dict[str, Any], *, calls: bool = False) -> bytes:
+    def _line(
+        self, now: float, parts: list[Part], more: dict[str, Any], calls: Sequence[dict[str, Any]] = ()
+    ) -> bytes:
         said = "".join(part.text for part in parts if part.block == "text")
         thought = "".join(part.text for part in parts if part.block == "thinking")
         about = {"model": self._model, "created_at": _stamp(now)}
-        said_by = self._said(said, thought, self._tool_calls() if calls else [])
+        said_by = self._said(said, thought, calls)
         return written({**about, **said_by, **more}) + b"\n"
 
-    def _said(self, said: str, thought: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    def _said(self, said: str, thought: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
         raise NotImplementedError
 
 
 class _Chat(_Spoken):
-    def _said(self, said: str, thought: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    def _said(self, said: str, thought: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": said}
         if thought:
             message["thinking"] = thought
@@ -344,7 +361,7 @@ class _Chat(_Spoken):
 
 
 class _Generate(_Spoken):
-    def _said(self, said: str, thought: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    def _said(self, said: str, thought: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {"response": said, **({"thinking": thought} if thought else {})}
 
 

@@ -235,6 +235,55 @@ def test_why_it_ended(choice, reason, sequence):
     assert (said["stop_reason"], said["stop_sequence"]) == (reason, sequence)
 
 
+CUT_CALL = {"id": "c1", "index": 0, "function": {"name": "f", "arguments": '{"path": "/tm'}}
+
+
+def test_whole_answer_with_a_cut_call_is_max_tokens_without_the_call():
+    choice = {"message": {"content": "Look:", "tool_calls": [CUT_CALL]}, "finish_reason": "length"}
+    answer = anthropic.messages({"model": "m", "messages": []}).answer
+    answer.begun(1.0, 0.0)
+    said = json.loads(answer.whole(json.dumps({"choices": [choice]}).encode(), 2.0))
+    assert said["stop_reason"] == "max_tokens"
+    assert said["content"] == [{"type": "text", "text": "Look:"}]
+
+
+def test_stream_with_a_cut_call_is_max_tokens():
+    answer = anthropic.messages({"model": "m", "messages": [], "stream": True}).answer
+    answer.begun(1.0, 0.0)
+    waiting = {"index": 1, "id": "c2", "function": {"name": "g", "arguments": "{"}}
+    events = told(answer.feed(chunk({"tool_calls": [CUT_CALL, waiting]}), 1.0))
+    events += told(answer.feed(chunk({}, "length"), 1.0) + answer.finish(2.0))
+    kinds = [event["type"] for event in events]
+    assert kinds == [
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    assert events[-2]["delta"]["stop_reason"] == "max_tokens"
+
+
+def test_alternating_calls_are_whole_blocks_one_after_the_other():
+    answer = anthropic.messages({"model": "m", "messages": [], "stream": True}).answer
+    answer.begun(1.0, 0.0)
+    begin = [{"index": n, "id": f"c{n}", "function": {"name": "f", "arguments": '{"a"'}} for n in (0, 1)]
+    sent = chunk({"tool_calls": begin})
+    sent += chunk({"tool_calls": [{"index": n, "function": {"arguments": f":{n}}}"}} for n in (1, 0)]})
+    events = told(answer.feed(sent + chunk({}, "tool_calls"), 1.0) + answer.finish(2.0))
+    blocks: dict[int, str] = {}
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(blocks)
+            blocks[event["index"]] = event["content_block"]["id"] + " "
+        elif event["type"] == "content_block_delta":
+            assert event["index"] == len(blocks) - 1
+            blocks[event["index"]] += event["delta"]["partial_json"]
+    assert blocks == {0: 'c0 {"a":0}', 1: 'c1 {"a":1}'}
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
+
+
 def test_a_tool_called_with_nonsense_is_an_error():
     call = {"id": "t1", "function": {"name": "f", "arguments": "[1"}}
     body = json.dumps({"choices": [{"message": {"tool_calls": [call]}}]}).encode()

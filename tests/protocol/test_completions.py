@@ -62,6 +62,172 @@ def test_calls_of_tools_come_in_fragments():
     assert parts.finish().reason == "tool_calls"
 
 
+def fragment(arguments: object = None, **more: object) -> dict[str, object]:
+    """A fragment of a tool call; ``name`` belongs to its function."""
+    function = {"name": more.pop("name", None), "arguments": arguments}
+    return {"tool_calls": [{**more, "function": function}]}
+
+
+def blocks(sent: bytes) -> list[tuple[str, ...]]:
+    """The blocks of a stream, each whole: kind and text, of a call also its id and name."""
+    parts = ChunkReader()
+    found: list[list[str]] = []
+    for part in [*parts.feed(sent), *parts.flush()]:
+        if part.id:
+            found.append([part.block, part.id, part.name, ""])
+        elif not found or found[-1][0] != part.block:
+            found.append([part.block, ""])
+        found[-1][-1] += part.text
+    parts.finish()
+    return [tuple(block) for block in found]
+
+
+END = chunk({}, "tool_calls") + b"data: [DONE]\n\n"
+TWO_CALLS = [("tool_use", "c1", "f", '{"a":1}'), ("tool_use", "c2", "g", '{"b":2}')]
+
+
+@pytest.mark.parametrize(
+    "fragments",
+    [
+        [fragment('{"a":1}', index=0, id="c1", name="f"), fragment('{"b":2}', index=0, id="c2", name="g")],
+        [fragment('{"a":1}', id="c1", name="f"), fragment('{"b":2}', id="c2", name="g")],
+        [
+            fragment('{"a":1}', index=None, id="c1", name="f"),
+            fragment({"b": 2}, index=None, id="c2", name="g"),
+        ],
+        [
+            fragment("", index=0, id="c1", name="f"),
+            fragment("", index=1, id="c2", name="g"),
+            fragment('{"a"', index=0),
+            fragment('{"b":', index=1),
+            fragment(":1}", index=0),
+            fragment("2}", index=1),
+        ],
+        [
+            fragment(None, index=0, id="c1", name="f"),
+            fragment('{"a"', index=0, name="f"),
+            fragment(":1}", index=0, name="f"),
+            fragment('{"b":2}', index=0, id="c2", name="g"),
+        ],
+        [
+            fragment("", index=0, id="c1", name="f"),
+            fragment('{"a":', index=0, id="other1"),
+            fragment("1}", index=0, id="other2"),
+            fragment("", index=1, id="c2", name="g"),
+            fragment('{"b":2}', index=1, id="other3"),
+        ],
+        [
+            fragment('{"a":', index=0, id="c1", name="f"),
+            fragment('{"b":', index=0, id="c2", name="g"),
+            fragment("1}", index=0, id="c1"),
+            fragment("2}", index=0, id="c2"),
+        ],
+    ],
+    ids=[
+        "same index",
+        "no index",
+        "index null",
+        "alternating",
+        "name repeated",
+        "an id for each fragment",
+        "alternating by id",
+    ],
+)
+def test_parallel_calls_are_two_blocks_however_they_are_marked(fragments):
+    sent = b"".join(map(chunk, fragments)) + END
+    expected = [(*block[:3], json.dumps(json.loads(block[3]))) for block in TWO_CALLS]
+    assert [(*block[:3], json.dumps(json.loads(block[3]))) for block in blocks(sent)] == expected
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "ids"),
+    [
+        ({"id": "c1", "name": "f"}, {"id": "c2", "name": "f"}, ["c1", "c2"]),
+        ({"name": "f"}, {"name": "g"}, ["call_0", "call_1"]),
+        ({"id": "c", "name": "f"}, {"id": "c", "name": "g"}, ["c", "call_1"]),
+        ({"id": "call_1", "name": "f"}, {"name": "g"}, ["call_1", "call_2"]),
+    ],
+    ids=["same name", "no ids", "same id", "id is taken"],
+)
+def test_calls_without_arguments_are_told_apart_and_have_their_own_ids(first, second, ids):
+    sent = chunk(fragment("", index=0, **first)) + chunk(fragment("", index=0, **second)) + END
+    assert [block[1] for block in blocks(sent)] == ids
+
+
+def test_two_whole_calls_of_one_name_without_ids_are_two():
+    sent = chunk(fragment('{"a":1}', index=0, name="f")) + chunk(fragment('{"a":2}', index=0, name="f")) + END
+    assert [block[3] for block in blocks(sent)] == ['{"a":1}', '{"a":2}']
+
+
+def test_what_begins_behind_a_call_waits_until_its_arguments_are_whole():
+    parts = ChunkReader()
+    list(parts.feed(chunk(fragment('{"a":', index=0, id="c1", name="f"))))
+    assert list(parts.feed(chunk({"content": "So"}))) == []
+    assert list(parts.feed(chunk(fragment("1}", index=0)))) == [Part("tool_use", "1}"), Part("text", "So")]
+
+
+def test_arguments_behind_the_end_of_their_call_are_an_error():
+    sent = chunk(fragment("{}", index=0, id="c1", name="f")) + chunk({"content": "So"})
+    with pytest.raises(BackendError, match="not a JSON object"):
+        blocks(sent + chunk(fragment('{"a":1}', index=0)) + END)
+
+
+@pytest.mark.parametrize(
+    ("delta", "expected"),
+    [
+        ({"content": [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]}, [("text", "Hello")]),
+        ({"content": None, "refusal": "I cannot."}, [("text", "I cannot.")]),
+        ({"content": [{"type": "refusal", "refusal": "I cannot."}]}, [("text", "I cannot.")]),
+        (
+            {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, "Yes"]},
+            [("thinking", "hm"), ("text", "Yes")],
+        ),
+        ({"content": [{"type": "image_url", "image_url": {}}, 1, None]}, []),
+    ],
+)
+def test_content_in_parts_and_refusals_are_text(delta, expected):
+    assert blocks(chunk(delta) + END) == expected
+    body = {"choices": [{"message": delta, "finish_reason": "stop"}]}
+    parts, _ = parts_of(json.dumps(body).encode())
+    for kind in ("text", "thinking"):
+        whole = "".join(part.text for part in parts if part.block == kind)
+        assert whole == "".join(text for block, text in expected if block == kind)
+
+
+HELLO = b'data: {"choices":[{"index":0,\ndata: "delta":{"content":"Hello"}}]}\n\n'
+STOP = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        HELLO + STOP,
+        (HELLO + STOP).replace(b"\n", b"\r\n"),
+        (HELLO + STOP).replace(b"\n", b"\r"),
+        b"\xef\xbb\xbf" + HELLO + STOP,
+        HELLO.replace(b"data: ", b"data:") + STOP.replace(b"\n\n", b"\n"),
+        HELLO + STOP.rstrip(b"\n"),
+        b"retry: 3000\n\n: ping\n\nid: 1\nevent: message\n" + HELLO + b"data:\n\n" + STOP,
+    ],
+    ids=["two lines", "CRLF", "CR", "BOM", "no space", "no last line end", "other fields"],
+)
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_events_are_read_in_every_form_that_the_standard_has(sent, size):
+    parts = ChunkReader()
+    pieces = [sent[start : start + size] for start in range(0, len(sent), size)]
+    found = [part for piece in pieces for part in parts.feed(piece)] + parts.flush()
+    assert found == [Part("text", "Hello")]
+    assert parts.finish().reason == "stop"
+
+
+def test_a_stream_that_ends_within_an_event_has_broken_off():
+    parts = ChunkReader()
+    list(parts.feed(chunk({"content": "Hel"}) + STOP[:40]))
+    assert parts.flush() == []
+    with pytest.raises(BackendError, match="broke off"):
+        parts.finish()
+
+
 def test_a_stream_without_a_reason_to_end_has_broken_off():
     parts = ChunkReader()
     list(parts.feed(chunk({"content": "Hel"}) + b"data: [DONE]\n\n"))

@@ -247,6 +247,30 @@ def test_calls_of_tools_are_told_whole_before_the_end():
     assert (told["done"], last["done"], last["done_reason"]) == (False, True, "stop")
 
 
+@pytest.mark.parametrize("index", [0, None])
+def test_two_calls_with_one_index_are_two_calls(index):
+    answer = ollama.chat({"model": "a", "messages": [USER]}).answer
+    for id, name in (("c1", "list"), ("c2", "status")):
+        call = {"id": id, "index": index, "function": {"name": name, "arguments": ""}}
+        answer.feed(chunk({"tool_calls": [call]}), 1.0)
+    answer.feed(chunk({}, "tool_calls"), 1.0)
+    told, _ = lines(answer.finish(2.0))
+    assert [call["function"]["name"] for call in told["message"]["tool_calls"]] == ["list", "status"]
+
+
+def test_a_call_that_was_cut_by_num_predict_is_left_out():
+    answer = ollama.chat({"model": "a", "messages": [USER]}).answer
+    answer.feed(chunk(called(0, '{"a', name="f")) + chunk({}, "length"), 1.0)
+    [last] = lines(answer.finish(2.0))
+    assert (last["done"], last["done_reason"]) == (True, "length")
+
+
+@pytest.mark.parametrize("more", [{"raw": True}, {"suffix": "x"}])
+def test_images_beside_raw_or_a_suffix_are_refused(more):
+    with pytest.raises(BadRequest, match="`images`"):
+        ollama.generate({"model": "a", "prompt": "x", "images": ["aGk="], **more})
+
+
 def test_a_tool_called_with_nonsense_is_an_error():
     answer = ollama.chat({"model": "a", "messages": [USER]}).answer
     answer.feed(chunk(called(0, '{"a', name="f")) + chunk({}, "tool_calls"), 1.0)
