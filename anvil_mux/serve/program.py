@@ -56,6 +56,8 @@ M_ARENA_MAX = -8
 """An option of ``mallopt`` (malloc.h)."""
 FAREWELL_SECONDS = 5.0
 """How long the clients of severed requests may take to be told."""
+HOOK_SECONDS = 2.0
+"""How long the commands of hooks may run on while the program ends."""
 TAKEN_OVER_CODE = 1
 """The exit code of an anvil-mux whose cluster another one has taken over."""
 CRASHED_CODE = 70
@@ -160,6 +162,7 @@ class AnvilMux:
 
     def __init__(self, config: Config, options: Options, opened: Opened) -> None:
         self.parts = Parts(config, options, opened, self.reload)
+        self._hooks = [HookNotifier(hook, self.parts.say) for hook in config.hooks]
 
     def start(self) -> None:
         """Begins to serve, and to hear of what happens on the hosts."""
@@ -172,10 +175,8 @@ class AnvilMux:
         parts.watches.start()
         for worker in parts.background:
             worker.start()
-        for number, hook in enumerate(parts.config.hooks):
-            HookNotifier(hook, parts.say).worker(
-                f"hook-{number}", parts.journal.feed, parts.clock.wall
-            ).start()
+        for number, hook in enumerate(self._hooks):
+            hook.worker(f"hook-{number}", parts.journal.feed, parts.clock.wall).start()
         parts.clock.spawn(essential("acceptor", self._accept), "acceptor")
 
     def _accept(self) -> None:
@@ -229,7 +230,12 @@ class AnvilMux:
     @property
     def stop_seconds(self) -> float:
         """Seconds that ``stop`` may take."""
-        return self._grace + FAREWELL_SECONDS + 2 * self._stop_timeout + ENGINE_SECONDS
+        return self._grace + FAREWELL_SECONDS + 2 * self._stop_timeout + ENGINE_SECONDS + self._hook_seconds
+
+    @property
+    def _hook_seconds(self) -> float:
+        """Seconds that commands of hooks have to end."""
+        return HOOK_SECONDS if self._hooks else 0.0
 
     @property
     def _stop_timeout(self) -> float:
@@ -256,6 +262,9 @@ class AnvilMux:
         if parts.event_log:
             parts.event_log.close()
         self._leave_engines()
+        until = parts.clock.now() + self._hook_seconds
+        for hook in self._hooks:
+            hook.close(max(until - parts.clock.now(), 0.0))
         parts.watches.close()
         parts.hosts.close()
 

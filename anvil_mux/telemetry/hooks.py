@@ -4,7 +4,8 @@ A hook is told of a model that was ``loaded`` or ``unloaded``, of one that ``fai
 dying) and of requests that were ``severed``: as one JSON object, on standard input or as the body of a POST.
 Each hook follows the feed in a thread of its own and waits for one telling before the next, for at most its
 ``timeout``, so a slow one delays nobody but itself; what it missed by that is said, and so are its failures,
-once until it succeeds again.
+once until it succeeds again. When the program ends, a command gets a moment, and is then killed with all its
+children: nothing of it outlives us.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from anvil_mux.clock import Worker
@@ -37,9 +39,14 @@ def occasion(event: Mapping[str, Any]) -> str:
     return "failed" if kind == "stopped" else ""
 
 
-def perform(hook: Hook, message: bytes) -> str:
-    """Tells a hook; what went wrong, or nothing."""
-    return _post(hook, message) if hook.url else _run(hook, message)
+def perform(
+    hook: Hook, message: bytes, started: Callable[[subprocess.Popen[bytes]], object] = lambda child: None
+) -> str:
+    """Send a message to a hook; return what went wrong, or "".
+
+    ``started`` is called with the process of a command.
+    """
+    return _post(hook, message) if hook.url else _run(hook, message, started)
 
 
 def _post(hook: Hook, message: bytes) -> str:
@@ -59,7 +66,7 @@ def _post(hook: Hook, message: bytes) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def _run(hook: Hook, message: bytes) -> str:
+def _run(hook: Hook, message: bytes, started: Callable[[subprocess.Popen[bytes]], object]) -> str:
     try:
         child = subprocess.Popen(
             hook.run,
@@ -71,24 +78,34 @@ def _run(hook: Hook, message: bytes) -> str:
         )
     except OSError as error:
         return f"it cannot be run: {error.strerror}"
+    started(child)
     with child:
         try:
             _, said = child.communicate(message, hook.timeout)
         except subprocess.TimeoutExpired:
             # What it began in a session of its own lives on, and may never close what it inherited.
-            os.killpg(child.pid, signal.SIGKILL)
+            _kill(child)
             return f"it was killed after {hook.timeout:g} s"
     last = said.decode("utf-8", "replace").strip()[-MOST_REPEATED:]
     return "" if child.returncode == 0 else f"it exited with code {child.returncode}: {last}"
 
 
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):  # it has ended, and all of its session
+        os.killpg(child.pid, signal.SIGKILL)
+
+
 class HookNotifier:
-    """The events for one hook, one after another. Used by one thread."""
+    """The events for one hook, one after another. Used by one thread, but for ``close``."""
 
     def __init__(self, hook: Hook, complain: Callable[[str], object]) -> None:
         self._hook = hook
         self._complain = complain
         self._fails = False
+        self._worker: Worker | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        """The process of the command that was run last."""
+        self._is_closed = False
         self._gone: set[str] = set()
         """Backends that were reported as unloaded; one that is demoted then is no news."""
 
@@ -103,7 +120,32 @@ class HookNotifier:
             self.notify([event_as_json(event, wall(event.at)) for event in news.events], news.missed)
             return None if feed.closed else 0.0
 
-        return Worker(name, turn)
+        self._worker = Worker(name, turn, last=turn)  # what came after the feed was closed
+        return self._worker
+
+    def close(self, seconds: float) -> None:
+        """End its thread, whose feed is closed, once it has told what has happened until now.
+
+        A command that runs after these seconds is killed, and no other one is started. Any thread.
+        """
+        if self._worker is None:
+            return
+        self._worker.close()
+        if self._worker.join(seconds):
+            return
+        self._is_closed = True  # before the look at the child, as ``_note`` does it the other way round
+        if child := self._child:
+            self._kill_running(child)
+
+    def _note(self, child: subprocess.Popen[bytes]) -> None:
+        self._child = child
+        if self._is_closed:
+            self._kill_running(child)
+
+    @staticmethod
+    def _kill_running(child: subprocess.Popen[bytes]) -> None:
+        if child.poll() is None:
+            _kill(child)
 
     def notify(self, events: Iterable[Mapping[str, Any]], missed: int) -> None:
         """Tells of those events that the hook is for."""
@@ -111,8 +153,8 @@ class HookNotifier:
             self._complain(f"hook {self._hook.name} is too slow: {missed} events were not delivered")
         for event in events:
             what = self._news(event)
-            if what in self._hook.on:
-                wrong = perform(self._hook, json.dumps({"event": what, **event}).encode())
+            if what in self._hook.on and not self._is_closed:
+                wrong = perform(self._hook, json.dumps({"event": what, **event}).encode(), self._note)
                 if wrong and not self._fails:
                     self._complain(f"hook {self._hook.name} failed: {wrong}")
                 self._fails = bool(wrong)

@@ -224,3 +224,31 @@ def test_a_feed_may_be_followed_for_a_hook(receiver):
     feed.close()
     worker.close()
     assert worker.join(GUARD)
+
+
+def test_a_hook_hears_of_what_happens_while_the_program_ends(receiver):
+    feed = Feed()
+    notifier = HookNotifier(Hook(url=receiver.url), pytest.fail)
+    notifier.worker("hook", feed, wall=lambda moment: moment).start()
+    feed.close()
+    feed.tell(Event(1.0, "severed", "a", "a", cause=Cause("shutdown")))
+    notifier.close(GUARD)
+    assert receiver.got.get_nowait()["event"] == "severed"
+
+
+def test_a_command_that_hangs_ends_with_the_program(tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    hook = Hook(run=("sh", "-c", 'sleep 1000 > "$0" & wait', str(fifo)), timeout=1000.0)
+    feed, said = Feed(), []
+    notifier = HookNotifier(hook, said.append)
+    worker = notifier.worker("hook", feed, wall=lambda moment: moment)
+    worker.start()
+    feed.tell(Event(1.0, "ready", "a", "a"))
+    feed.tell(Event(2.0, "stopped", "a", "a"))
+    feed.ring()
+    with fifo.open("rb") as reader:  # once the command runs
+        feed.close()
+        notifier.close(0.0)
+        assert reader.read() == b"", "all of it is killed, and no other command is started"
+    assert worker.join(GUARD)
