@@ -256,13 +256,29 @@ def _command(model: SwapModel, value: Any) -> None:
 
 def _proxy(model: SwapModel, value: Any) -> None:
     found = PROXY.fullmatch(str(value or f"http://localhost:{PORT}"))
-    if found is None or found["scheme"] != "http" or found["host"] not in LOOPBACK:
+    is_here = found and found["scheme"] == "http"
+    port = (found["port"] or "80") if found and is_here else ""
+    if found is None or not is_here or (found["host"] not in LOOPBACK and not _published(model, port)):
         model.note("proxy", f"is left out: engines listen on this machine, and {plain(value)} does not.")
         return
     if found["path"] not in (None, "/"):
         model.note("proxy", f"the path {found['path']} is left out: engines are asked at their root.")
-    if found["port"] != PORT:
-        model.port = int(found["port"] or 80)
+    if found["host"] not in LOOPBACK:
+        port = _published(model, port)
+    if port != PORT:
+        model.port = int(port)
+
+
+def _published(model: SwapModel, port: str) -> str:
+    """Return the port of this machine under which `docker run` publishes ``port``; "" if it does not.
+
+    ``proxy`` names the bridge with the port outside, or the container itself with the one inside.
+    """
+    ports = model.container.ports if model.container else []
+    numbers = [(outside, inside) for outside, inside in ports if outside == PORT or outside.isdecimal()]
+    named = [outside for outside, _ in numbers if outside == port]
+    named += [outside for outside, inside in numbers if inside == port]
+    return next(iter(named), "")
 
 
 def _environment(model: SwapModel, value: Any) -> None:

@@ -396,6 +396,23 @@ def test_containers_beside_processes_stay_processes(tmp_path):
     assert not made.notes
 
 
+@pytest.mark.parametrize("proxy", ["http://172.17.0.1:9601", "http://172.17.0.2:9501", "http://llm:9501/"])
+@pytest.mark.parametrize("beside", ["", "\n  b: {cmd: 's ${PORT}'}"])
+def test_the_address_of_a_container_is_its_published_port(tmp_path, proxy, beside):
+    cmd = "docker run -p 1:2 -p 9601:9501 img --port 9501"
+    made = translated(tmp_path, f"models:\n  a: {{cmd: '{cmd}', proxy: '{proxy}'}}{beside}")
+    service = made.services["a"]
+    assert service["x-anvil"]["port"] == (9601 if beside else 9501)
+    if not beside:
+        assert service["ports"] == ["127.0.0.1::9501", "127.0.0.1:1:2"]
+    assert not made.notes
+
+
+def test_the_address_of_another_machine_is_left_out_of_a_container(tmp_path):
+    text = "models: {a: {cmd: 'docker run -p 9601:9501 img', proxy: 'http://10.0.0.9:80'}}"
+    assert "is left out: engines listen on this machine" in translated(tmp_path, text).notes[0].text
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
