@@ -40,6 +40,7 @@ from anvil_mux.config.service import (
     profiles,
     published,
     reserves_gpu,
+    split_words,
 )
 from anvil_mux.config.values import Loras, Preset, site
 from anvil_mux.protocol import foreign
@@ -427,6 +428,32 @@ def process_caveats(service: RawService, port: int | None) -> Iterator[str]:
     if not by_variable and (port is None or port != USUAL_PORTS.get(family)):
         said, flag = "its command does not say where it is to listen", "--port $$PORT"
         yield advice(said, f"command: ... {flag}", f"add {flag}", key=("command",))
+
+
+_LINE_END = re.compile(r"\\\r?\n|(?:\A|(?<=\s))\\(?=\s)")
+"""A backslash that is to join two lines: a shell reads it so, and what reads a command here does not."""
+_HYPHEN_LIKE = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
+
+
+def command_caveats(service: RawService) -> Iterator[str]:
+    """Warn of words of a command that a shell, or a word processor, has left in it."""
+    for key in ("entrypoint", "command"):
+        value = service.get(key)
+        words = split_words(service, key)
+        if isinstance(value, str):
+            if _LINE_END.search(value) and any(word[:1].isspace() for word in words):
+                text = "a backslash and the newline behind it become a part of the next word"
+                yield Diagnostic(f"{text}; take the backslash out", key=(key,))
+            for word in words:
+                if word.startswith("#"):
+                    text = f"{word} and what follows it is given to the engine: a command has no comments"
+                    yield Diagnostic(f"{text}; take it out", key=(key,))
+                    break
+        for word in words:
+            if word[:1] and word[0] in _HYPHEN_LIKE:
+                flag = "--" + word.lstrip(_HYPHEN_LIKE + "-")
+                said = f"{word} begins with a dash that is not a hyphen, so it is not a flag"
+                yield advice(said, f"{key}: ... {flag}", f"write {flag}", key=(key,))
 
 
 def _other_port(service: RawService, port: int | None) -> Iterator[str]:

@@ -399,6 +399,7 @@ class _ServiceReader:
                 self._refuse("prompt_cache", why)
             else:
                 self._warn(abilities.prompt_caveats(backend.service))
+        self._warn(abilities.command_caveats(described))
         if self._files.process:
             self._warn(abilities.process_caveats(described, backend.port))
         else:

@@ -136,7 +136,7 @@ class Service:
 
 def argv(service: RawService) -> tuple[str, ...]:
     """The entrypoint and the command as one list."""
-    return (*_words(service, "entrypoint"), *_words(service, "command"))
+    return (*split_words(service, "entrypoint"), *split_words(service, "command"))
 
 
 def environment(service: RawService, environ: Mapping[str, str]) -> dict[str, str]:
@@ -286,7 +286,8 @@ def flag_values(words: Sequence[str], *flags: str) -> Iterator[str]:
 # Short and long forms
 
 
-def _words(service: RawService, key: str) -> list[str]:
+def split_words(service: RawService, key: str) -> list[str]:
+    """Return the words of a command, which is a text or a list."""
     value = service.get(key)
     if isinstance(value, str):
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -389,6 +390,37 @@ OF_PROCESSES = """
     './own $$PORT $$${WORD}' -> compose.yaml:2: services.a.command: the variable WORD UNSET ${WORD:-default}
     './own $$PORT $$$$WORD' ->
 """
+
+
+OF_COMMANDS = [
+    ("|\n{}llama-server \\\n{}-m x.gguf", "a backslash and the newline behind it become"),
+    (">\n{}llama-server \\\n{}-m x.gguf", "a backslash and the newline behind it become"),
+    ("|\n{}llama-server\n{}-m 'my file' a\\ b ' c'", ""),
+    ("|\n{}sh -c 'llama-server \\\n{}-m x.gguf'", ""),
+    ("|\n{}llama-server -c 2 # small", "# and what follows it is given to the engine"),
+    ("|\n{}llama-server\n{}#--port 1", "#--port and what follows it is given to the engine"),
+    ("|\n{}sh -c 'llama-server # x' a#b", ""),
+    (
+        "llama-server \u2013port 8000",
+        "\u2013port begins with a dash that is not a hyphen, so it is not a flag",
+    ),
+    ("[llama-server, \u2014port, '8000']", "write --port"),
+    ("llama-server --alias a\u2013b", ""),
+]
+
+
+@pytest.mark.parametrize(("command", "warning"), OF_COMMANDS)
+@pytest.mark.parametrize("top", ["x-anvil: {runtime: process}\n", ""])
+def test_a_word_of_a_command_that_no_shell_has_read_is_a_warning(
+    tmp_path: Path, command: str, warning: str, top: str
+) -> None:
+    own = "" if top else "    image: x\n"
+    indented = command.format(*[" " * 6] * 2)
+    text = f"{top}services:\n  a:\n{own}    x-anvil: {{gpus: [], port: 8000}}\n    command: {indented}\n"
+    ours = re.compile("a backslash and the newline|is given to the engine|not a hyphen")
+    said = [each for each in plain(tmp_path, text).warnings if ours.search(each)]
+    assert len(said) == bool(warning), said
+    assert warning in "".join(said)
 
 
 @pytest.mark.parametrize(("command", "warning"), table(OF_PROCESSES))
