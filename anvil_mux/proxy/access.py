@@ -36,6 +36,10 @@ UPSTREAM = api.Route("openai", "upstream")
 """The route below /upstream/: for the engine of a model, as it is."""
 
 
+MAX_ORIGIN = 200
+"""Characters of an origin that an error repeats."""
+
+
 class Named(NamedTuple):
     """The meaning of a client's name: a model, or several of which any is to serve."""
 
@@ -208,7 +212,7 @@ class Access:
             or b"upgrade" in request.fields
         )
         if acts and not reader and _is_of_another_site(request, host):
-            raise BadRequest("requests from other web sites are not accepted", status=403)
+            raise BadRequest(_why_refused(request.fields.get(b"origin")), status=403)
 
     # Models
 
@@ -344,6 +348,16 @@ def _is_of_another_site(request: http1.Request, host: bytes) -> bool:
     if origin is not None:
         return origin.partition(b"://")[2] != host
     return request.fields.get(b"sec-fetch-site") in (b"cross-site", b"same-site")
+
+
+def _why_refused(origin: bytes | None) -> str:
+    """Return why a request of another site's page is refused."""
+    if origin in (None, b"null"):
+        return "requests from other web sites are not accepted"
+    name = repr(origin[:MAX_ORIGIN].decode("latin-1"))
+    return (
+        f"requests from the origin {name} are not accepted; add it to the setting `cors` if it may use this"
+    )
 
 
 def is_preflight(request: http1.Request, reader: bytes) -> bool:

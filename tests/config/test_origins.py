@@ -33,6 +33,18 @@ def test_on_an_open_address_names_are_checked_only_where_they_are_given(make_rig
         assert client.read().status == status
 
 
+def test_the_error_about_an_origin_names_it_and_the_setting(rig):
+    client = rig.client()
+    refused = client.ask(b'{"model":"a"}', extra=b"Origin: https://app.example\r\n")
+    assert refused.status == 403
+    assert (
+        "origin 'https://app.example' are not accepted; add it to the setting `cors`"
+        in refused.error["message"]
+    )
+    null = rig.ask(b'{"model":"a"}', extra=b"Origin: null\r\n")
+    assert (null.status, "cors" in null.error["message"]) == (403, False)
+
+
 @pytest.mark.parametrize("length", [b"Content-Length: 2\r\n", b"Transfer-Encoding: chunked\r\n"])
 def test_an_engine_lets_no_other_sites_page_read(rig: Rig, length: bytes) -> None:
     client = rig.client()
