@@ -45,7 +45,14 @@ class Route:
     upgrades: bool = False
     """Whether it becomes a websocket."""
 
+    @property
+    def label(self) -> str:
+        """The route's name in metrics: its row in the table, without what clients put into a path."""
+        return _LABELS.get(self.model_in, self.path)
 
+
+_LABELS = {"answer": "/v1/responses", "upstream": "/upstream"}
+"""Kind of route -> the name of all of them, whose paths hold words of clients."""
 NO_ROUTE = Route("openai", "none")
 """The route of a request that goes to no engine."""
 
@@ -192,6 +199,11 @@ def _upstream(path: str) -> list[tuple[str, str]]:
         (unquote("/".join(parts[:count])), "/".join(["", *parts[count:]]))
         for count in range(1, min(len(parts), _MOST_PARTS) + 1)
     ]
+
+
+def label(path: str) -> str:
+    """Return the name in metrics of a path that has no route with this method: that with another, if any."""
+    return next((route.label for route in ROUTES.get(path, {}).values()), "other")
 
 
 def model_in_path(path: str) -> str:

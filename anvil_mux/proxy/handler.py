@@ -111,7 +111,9 @@ class Handler:
         row = None
         if context.route is api.NO_ROUTE:
             row = PAGES if client.at_pages else self.local.find(request.method, request.path)
-            record.route = row.route
+            record.route = row.route or api.label(request.path)
+        else:
+            record.route = context.route.label
         try:
             key = access.check(context, row.right if row else ANY_KEY)
             client.is_known = client.is_known or key is not None or not access.hides_keys
@@ -158,7 +160,7 @@ class Handler:
         """Answers something that could not be read as a request."""
         id = next(self._ids)
         context = self._access.context(id, time.monotonic(), NO_REQUEST)
-        reply = Reply(client, context, Served(id, client.address, "-", ""), keep=False)
+        reply = Reply(client, context, Served(id, client.address, "-", "", route="other"), keep=False)
         reply.refuse(error)
         self._end(reply)
 

@@ -69,7 +69,7 @@ class Served:
     path: str
     ended: float = 0.0
     route: str = ""
-    """The route of our own that it asked for, if it asked no engine."""
+    """The row of the route that it asked for, by which it is counted; never what a client wrote."""
     model: str = ""
     preset: str = ""
     """The preset by which the model was asked for."""

@@ -46,7 +46,6 @@ from anvil_mux import __version__
 from anvil_mux.config.config import Config
 from anvil_mux.errors import ClientStalled
 from anvil_mux.host.seam import GpuUses
-from anvil_mux.protocol import api
 from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.scheduler.events import FOUND, Event
 from anvil_mux.scheduler.status import Status
@@ -178,7 +177,6 @@ class Metrics:
         self._round_trips = round_trips
         self._circuits = circuits
         self._models: dict[str, str] = {}
-        self._routes = _route_labels()
         self._rows: list[CountedRow[Any]] = []
         """The metrics that are counted, in the order in which they are told."""
         self._of_requests()
@@ -313,7 +311,7 @@ class Metrics:
         """A request ended."""
         model = self._models.get(record.model, UNKNOWN)
         self.usage.served(model, record)
-        route = record.route or self._routes.get(record.path) or _other_spelling(record.path)
+        route = record.route
         counts = self._by_route.get((model, route, record.preset)) or self._begun(model, route, record.preset)
         counts.by_status[record.status] += 1
         counts.durations.observe(record.seconds)
@@ -521,28 +519,6 @@ class Metrics:
 def _source(victims: list[_LeavingBackend]) -> str:
     models = {victim.model for victim in victims}
     return NONE if not models else models.pop() if len(models) == 1 else SEVERAL
-
-
-def _other_spelling(path: str) -> str:
-    """The route of a path that has a name or a foreign prefix in it."""
-    for begins, route in _WITH_NAMES.items():
-        if path.startswith(begins):
-            return route
-    found = api.match("POST", path)
-    return found.path if found else "other"
-
-
-def _route_labels() -> dict[str, str]:
-    """Path of a question to an engine -> its route: one for all spellings."""
-    labels = {path: next(iter(methods.values())).path for path, methods in api.ROUTES.items()}
-    return labels | _WITH_NAMES
-
-
-_WITH_NAMES = {
-    "/upstream/": "/upstream",
-    **dict.fromkeys(("/v1/responses/", "/v/responses/", "/responses/"), "/v1/responses"),
-}
-"""How paths begin that go on with a client's own word, and their route."""
 
 
 def _labels(*labels: str) -> Labels:

@@ -67,3 +67,35 @@ def test_what_programs_ask_again_and_again_is_quiet(rig):
         (True, "/livez"),
         (False, "/v1/models"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "route"),
+    [
+        (b"POST", b"/v1/chat/completions", "/v1/chat/completions"),
+        (b"POST", b"/openai/v1/chat/completions", "/v1/chat/completions"),
+        (b"POST", b"/openai/deployments/SECRET/chat/completions", "/v1/chat/completions"),
+        (b"GET", b"/chat/completions", "/v1/chat/completions"),
+        (b"POST", b"/v1/responses/resp_SECRET/cancel", "/v1/responses"),
+        (b"POST", b"/openai/v1/responses/resp_SECRET/cancel", "/v1/responses"),
+        (b"GET", b"/api/v0/responses/resp_SECRET/input_items", "/v1/responses"),
+        (b"DELETE", b"/responses/resp_SECRET", "/v1/responses"),
+        (b"PUT", b"/v1/responses/resp_SECRET", "other"),
+        (b"POST", b"/upstream/SECRET/v1/chat/completions", "/upstream"),
+        (b"GET", b"/upstream/", "/upstream"),
+        (b"GET", b"/v1/models/SECRET", "/v1/models"),
+        (b"POST", b"/v1/models/SECRET/load", "/v1/models/NAME/load"),
+        (b"GET", b"/SECRET", "other"),
+        (b"OPTIONS", b"/SECRET", "other"),
+    ],
+)
+def test_route_in_metrics_is_a_row_and_never_words_of_a_client(rig, method, path, route):
+    rig.get(path, method, b"Content-Length: 0\r\n")
+    assert rig.events.record().route == route
+
+
+def test_route_of_what_is_not_http_is_other(rig):
+    client = rig.client()
+    client.send(b"SECRET\r\n\r\n")
+    client.read()
+    assert rig.events.record().route == "other"
