@@ -31,6 +31,7 @@ from anvil_mux.config.service import (
     Service,
     argv,
     commanded_port,
+    container_program,
     depends_on,
     device_paths,
     engine,
@@ -414,6 +415,13 @@ def process_caveats(service: RawService, port: int | None) -> Iterator[str]:
     Your own program may read PORT from its environment; engines do not.
     """
     yield from _other_port(service, port)
+    if program := container_program(argv(service)):
+        said = (
+            f"its command is `{program} run`: the container is removed when the engine is stopped, but its "
+            "GPU memory and its processes are not seen, and it cannot be frozen"
+        )
+        more = "write it as a service with `image` and without `runtime: process`"
+        yield advice(said, "image: ...", more, key=("command",))
     for key in ("secrets", "configs"):
         if service.get(key):
             said = f"`{key}` are files of a container, which a process is not given"

@@ -283,6 +283,25 @@ def flag_values(words: Sequence[str], *flags: str) -> Iterator[str]:
             yield value if equals else following
 
 
+CONTAINER_PROGRAMS = ("docker", "podman", "nerdctl")
+
+
+def container_program(words: tuple[str, ...]) -> str:
+    """Return the program of a command that runs a container, such as `docker run`; "" for any other."""
+    if not words or PurePosixPath(words[0]).name not in CONTAINER_PROGRAMS:
+        return ""
+    verb = words[2:3] if words[1:2] == ("container",) else words[1:2]
+    return words[0] if verb == ("run",) else ""
+
+
+def labelled(words: tuple[str, ...], label: str) -> tuple[str, ...]:
+    """Return a command with a label for the container that it runs, if it runs one."""
+    if not container_program(words):
+        return words
+    at = words.index("run") + 1
+    return (*words[:at], "--label", label, *words[at:])
+
+
 # Short and long forms
 
 

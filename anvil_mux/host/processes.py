@@ -21,6 +21,7 @@ import re
 import secrets
 import signal
 import socket
+import subprocess
 import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -30,8 +31,10 @@ from itertools import repeat
 from pathlib import Path
 from typing import IO
 
+from anvil_mux import command
+from anvil_mux.command import Done
 from anvil_mux.config.config import Backend
-from anvil_mux.config.service import SHOWING, Mounts
+from anvil_mux.config.service import SHOWING, Mounts, container_program, labelled
 from anvil_mux.errors import BackendError, ConfigError, LoadError
 from anvil_mux.host.engines import PORT_TAKEN
 from anvil_mux.host.runs import (
@@ -61,6 +64,8 @@ REAP_SECONDS = 1.0
 """Seconds to wait for the exit code of a process that has ended."""
 FOLLOW_PAUSE = 0.2
 TAIL_BYTES = 256 << 10
+CONTAINERS_TIMEOUT = 30.0
+"""Seconds that a command about containers which a process has made may take."""
 LOG_BYTES, KEPT_BYTES = 64 << 20, 4 << 20
 """The size at which the log of an engine that runs is cut, and how much of its end is kept then."""
 TRIM_SECONDS = 60.0
@@ -122,6 +127,7 @@ class ProcessRuntime:
             gpus=backend.gpus,
             state=str(self._state),
             machine=self._environ.get(MACHINE, ""),
+            containers_by=container_program(backend.service.command),
         )
         self._records.write(backend.name, intent)
         try:
@@ -154,7 +160,33 @@ class ProcessRuntime:
         if record is not None:
             record.end(grace)
             self._reap(backend.name)
+            self._remove_containers(record)
             self._records.drop(backend.name)
+
+    def _containers(self, record: RunRecord) -> list[str]:
+        """Return the ids of the containers that the command of a run made; BackendError if unknown."""
+        if not record.containers_by:
+            return []
+        label = f"label={MARK}={record.mark}"
+        done = self._run([record.containers_by, "ps", "-aq", "--no-trunc", "--filter", label])
+        return done.out.split()
+
+    def _remove_containers(self, record: RunRecord) -> None:
+        """End the containers that the command of a run made: they outlive a client that is killed."""
+        if ids := self._containers(record):
+            self._run([record.containers_by, "rm", "--force", *ids])
+
+    def _run(self, argv: list[str]) -> Done:
+        try:
+            done = command.run(argv, CONTAINERS_TIMEOUT, env=self._environ)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BackendError(
+                f"`{' '.join(argv[:2])}` failed, and a container may run on: {error}"
+            ) from None
+        if done.code:
+            text = f"`{' '.join(argv[:2])}` failed, and a container may run on: {done.last_line}"
+            raise BackendError(text)
+        return done
 
     def _hold(self, name: str, claim: socket.socket | None) -> None:
         """Hold the claim to the port of a run, in place of the one before."""
@@ -209,9 +241,16 @@ class ProcessRuntime:
             if name in living:
                 found[name] = record.url
                 self._answer_for(name, record)
-            elif record.members():
+            elif record.members() or self._may_have_containers(record):
                 found[name] = ""  # its workers have outlived it
         return found
+
+    def _may_have_containers(self, record: RunRecord) -> bool:
+        try:
+            return bool(self._containers(record))
+        except BackendError as error:
+            log.warning("service %s: %s", record.backend, error.message)
+            return True
 
     def _taken_over(self, names: Container[str]) -> dict[str, RunRecord]:
         """Make the runs ours that another state folder has, and that are exactly what we would start.
@@ -364,7 +403,8 @@ class ProcessRuntime:
             if self._up.get(name) != record:
                 return
         with suppress(BackendError):
-            record.end(0)  # Workers that outlive their engine's front still hold the GPU.
+            record.end(0)  # Orphaned workers of a dead API server still hold GPU memory.
+            self._remove_containers(record)
         self._reap(name)
         with self._lock:
             if self._up.get(name) != record:
@@ -380,7 +420,7 @@ class ProcessRuntime:
         folder = self._folder(backend)
         variables = dict(backend.service.environment)
         place = {"HOST": variables.get("HOST", self._address), "PORT": str(port)}
-        words = backend.service.command
+        words = labelled(backend.service.command, f"{MARK}={intent.mark}")
         argv = [PLACE.sub(lambda found: place[found[1] or found[2]], word) for word in words]
         if "/" in argv[0]:
             argv[0] = os.path.join(folder, argv[0])

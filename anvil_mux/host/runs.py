@@ -4,7 +4,9 @@ The record says which process was started: its id, the moment it started (field 
 boot it started in. A process that only has the same id is another process, and is left alone.
 
 Of a run are also the workers of its engine, which hold the GPU as well as its front does, may outlive it, and
-may begin sessions of their own. They are known by the mark that they have inherited in their environment.
+may begin sessions of their own. They are known by the mark that they have inherited in their environment, as
+descendants of the process that was started, and by the log that they print to: a program that sets its title
+overwrites its environment.
 
 The file is the second of three witnesses. What was started or adopted is known from memory first. Where a
 file is missing or damaged, the processes themselves tell: their environment has a copy of the record
@@ -65,6 +67,8 @@ class RunRecord:
     """The state folder of the anvil-mux that started it, where its log is; "": not known."""
     machine: str = ""
     """The value of MACHINE there."""
+    containers_by: str = ""
+    """The program that made a container of it, labelled with MARK, such as docker; "": it is none."""
 
     @property
     def text(self) -> str:
@@ -79,16 +83,17 @@ class RunRecord:
     def members(self, pids: Iterable[int] | None = None) -> set[int]:
         """The processes of the run, among ``pids`` (None: all), that have not ended.
 
-        They are those with its mark, and the others of its session: an engine may start some without its
-        environment. Once the process that gave the session its number has ended, the number may be that of
-        another session. Then those without a mark count only where their environment is blank, as it is for
-        whoever has written a title over it.
+        They are those with its mark, those that print to its log, the descendants of the process that was
+        started, and the others of its session: an engine may start some without its environment. Once the
+        process that gave the session its number has ended, the number may be that of another session. Then
+        those without a mark count only where their environment is blank, as it is for whoever has written a
+        title over it.
         """
         stats = {pid: each for pid in (_processes() if pids is None else pids) if (each := stat_of(pid))}
         since = {
             pid: each for pid, each in stats.items() if each.started >= self.started and not each.has_ended
         }
-        marked = self._marked(since)
+        marked = self._marked(since) | self._printing(since)
         session = {pid for pid, each in since.items() if each.session == self.pid}
         leader = stat_of(self.pid)
         if leader is not None and leader.started != self.started:
@@ -97,14 +102,16 @@ class RunRecord:
             session = {
                 pid for pid in session if (words := _variables(pid)) is not None and not words.strip(b"\0")
             }
-        return marked | session
+        descended = {pid for pid in since if self._descends(pid, stats)} if leader else set()
+        return marked | session | descended
 
     def end(self, grace: float) -> None:
         """Return when no process of the run is left: SIGTERM, ``grace`` seconds, SIGKILL."""
+        seen: dict[int, int] = {}  # an orphan is no descendant any more
         for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, KILL_TIMEOUT)):
             deadline = time.monotonic() + patience
             signalled: set[int] = set()
-            while members := self.members():
+            while members := self._members_and(seen):
                 left = deadline - time.monotonic()
                 with ExitStack() as opened:
                     fds = {pid: open_pidfd(pid, opened) for pid in members}
@@ -119,6 +126,17 @@ class RunRecord:
             else:
                 return
         raise BackendError(f"process {self.pid} still runs {KILL_TIMEOUT:g} s after SIGKILL")
+
+    def _members_and(self, seen: dict[int, int]) -> set[int]:
+        """Return the members that have not ended, also those ``seen`` before: id -> start; add to these."""
+        for pid in self.members():
+            if stat := stat_of(pid):
+                seen.setdefault(pid, stat.started)
+        return {
+            pid
+            for pid, started in seen.items()
+            if (stat := stat_of(pid)) and stat.started == started and not stat.has_ended
+        }
 
     def send(self, number: signal.Signals) -> bool:
         """Signal every process of the run, also those started meanwhile; False if there is none."""
@@ -137,6 +155,22 @@ class RunRecord:
             return None
         started, pid = min(marked)  # its workers began later
         return replace(self, pid=pid, started=started)
+
+    def _printing(self, pids: Iterable[int]) -> set[int]:
+        """Return the processes whose output goes to the log of the run."""
+        file = str(Path(self.state, f"{self.backend}.log"))
+        return {pid for pid in pids if _output(pid) == file} if self.state and self.backend else set()
+
+    def _descends(self, pid: int, stats: Mapping[int, ProcessStat]) -> bool:
+        """Return whether a process descends from the one that was started, which still has its id."""
+        passed = {0}
+        while pid not in passed:
+            if pid == self.pid:
+                return True
+            passed.add(pid)
+            stat = stats.get(pid) or stat_of(pid)
+            pid = stat.parent if stat else 0
+        return False
 
     def _marked(self, pids: Iterable[int]) -> set[int]:
         """The processes that inherited the run's mark."""
@@ -383,12 +417,16 @@ class ProcessStat(NamedTuple):
     """A process, as the kernel tells it in /proc/PID/stat."""
 
     state: str
+    """That of its first thread."""
     session: int
     started: int
+    parent: int = 0
+    threads: int = 1
 
     @property
     def has_ended(self) -> bool:
-        return self.state in "ZX"
+        """Whether no thread of it is left; its first one may end before the others."""
+        return self.state in "ZX" and self.threads <= 1
 
     @property
     def is_stopped(self) -> bool:
@@ -405,7 +443,7 @@ def stat_of(pid: int, proc: Path = Path("/proc")) -> ProcessStat | None:
         return None
     # The name in parentheses may hold anything, so fields are counted from its end; the state is field 3.
     fields = text[text.rindex(")") + 2 :].split()
-    return ProcessStat(fields[0], int(fields[3]), int(fields[19]))
+    return ProcessStat(fields[0], int(fields[3]), int(fields[19]), int(fields[1]), int(fields[17]))
 
 
 def _check_shortage(error: OSError) -> None:

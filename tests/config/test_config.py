@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.config import config
+from anvil_mux.config import config, service
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.machines import Gpu, Machine
 from anvil_mux.errors import ConfigError
@@ -451,3 +451,26 @@ def test_what_may_be_asked_of_an_engine_is_a_list_of_plain_paths(tmp_path: Path)
     for path in ("docs", "/a/../b", "/a//b", "/", "/%2e", "/a?b"):
         [problem] = problems(tmp_path, f"services: {{a: {{image: x, x-anvil: {{upstream: ['{path}']}}}}}}")
         assert "must be paths such as /docs or /sdapi/" in problem
+
+
+@pytest.mark.parametrize(
+    ("words", "program"),
+    [
+        (("docker", "run", "x"), "docker"),
+        (("/usr/bin/podman", "container", "run", "x"), "/usr/bin/podman"),
+        (("docker", "exec", "x"), ""),
+        (("llama-server", "run"), ""),
+        ((), ""),
+    ],
+)
+def test_a_command_that_runs_a_container_is_known(words: tuple[str, ...], program: str) -> None:
+    assert service.container_program(words) == program
+    labelled = service.labelled(words, "a=b")
+    assert labelled == words or labelled[labelled.index("run") :] == ("run", "--label", "a=b", "x")
+
+
+def test_a_process_that_runs_a_container_is_warned_of(tmp_path: Path) -> None:
+    warnings = plain(
+        tmp_path, "x-anvil: {runtime: process}\nservices: {a: {command: docker run --rm x}}"
+    ).warnings
+    assert any("its command is `docker run`: the container is removed" in text for text in warnings)

@@ -435,6 +435,79 @@ def test_a_worker_without_its_environment_is_of_the_session(house):
     assert not running(pid)
 
 
+BLANKED = """
+import ctypes, os, time
+if os.fork() == 0:
+    os.setsid()
+    fields = open("/proc/self/stat").read().rpartition(")")[2].split()
+    start, end = int(fields[47]), int(fields[48])
+    ctypes.memset(start, 0, end - start)
+    %s
+    open("gate", "w").write(str(os.getpid()))
+time.sleep(1000)
+"""
+
+
+def blanked(house: House, more: str = "pass") -> tuple[ProcessRuntime, Backend, int]:
+    """Start an engine whose worker has a session of its own and a blank environment."""
+    gate = house.gate()
+    backend = command(sys.executable, "-c", BLANKED % more)
+    return house.started(backend), backend, int(gate.read_text())
+
+
+@pytest.mark.parametrize("more", ["pass", "os.dup2(os.open('/dev/null', os.O_WRONLY), 1)"])
+def test_a_worker_with_a_blank_environment_is_stopped(house, more):
+    runtime, backend, worker = blanked(house, more)
+    assert worker in runtime.pids(backend)
+    runtime.stop(backend)
+    assert not running(worker)
+
+
+def test_a_worker_that_prints_to_the_log_ends_with_its_engine(house):
+    *_, worker = blanked(house)
+    os.kill(house.pid(), signal.SIGKILL)
+    assert house.died() == "a"
+    assert not running(worker)
+
+
+def test_an_engine_whose_first_thread_ended_still_runs(house):
+    gate = house.gate()
+    script = """
+import ctypes, os, threading, time
+def serve():
+    while "Z" not in open(f"/proc/self/task/{os.getpid()}/stat").read().rpartition(")")[2]:
+        time.sleep(0.01)
+    open("gate", "w").write("up")
+    time.sleep(1000)
+threading.Thread(target=serve).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+    backend = command(sys.executable, "-c", script)
+    runtime = house.started(backend)
+    assert gate.read_text() == "up"
+    assert runtime.ended(backend) is None
+    assert list(runtime.running()) == ["a"]
+    runtime.kill(backend)
+    assert runtime.pids(backend) == []
+
+
+def test_the_container_of_a_run_command_is_removed_with_it(house):
+    gate, docker, calls = house.gate(), house.folder / "docker", house.folder / "calls"
+    docker.write_text(
+        f'#!/bin/sh\necho "$@" >>{calls}\n'
+        "case $1 in run) echo up >gate; exec sleep 1000;; ps) echo id1;; esac\n"
+    )
+    docker.chmod(0o755)
+    backend = command(str(docker), "run", "--rm", "image")
+    runtime = house.started(backend)
+    gate.read_text()
+    runtime.kill(backend)
+    run, *others = calls.read_text().splitlines()
+    _, _, label, *rest = run.split()
+    assert rest == ["--rm", "image"]
+    assert others == [f"ps -aq --no-trunc --filter label={label}", "rm --force id1"]
+
+
 def test_none_of_our_own_variables_reaches_an_engine_unless_it_is_named(house, monkeypatch):
     monkeypatch.setenv("ANVIL_API_KEYS", "secret")
     monkeypatch.setenv("ANVIL_DRAIN_TIMEOUT", "9")
