@@ -89,6 +89,8 @@ class RemoteHost:
         """The machine that it is in the cluster, as that knows it; it may be there no more."""
         self.owner = Owner(0, "")
         """The owner that it is claimed for; its epoch is that of this host."""
+        self.is_silent = False
+        """Whether its agent did not answer when it was last heard of; whoever watches it writes that."""
         self.takeover = False
         """Whether it is claimed although another anvil-mux has it."""
         self._is_ours = False
@@ -141,6 +143,7 @@ class RemoteHost:
     def contact(self) -> bool:
         """Claim and configure this run of the agent if it is new; whether it is. AgentSilent, Fenced."""
         instance = self.hello().get("instance", "")
+        self.is_silent = False
         is_new = instance != self._instance
         if is_new:
             self.claim()
@@ -233,11 +236,12 @@ class RemoteHost:
     def reconfigure(self, config: HostConfig) -> None:
         """Take services as they are described there, now or at the next contact with the agent.
 
-        ConfigError if the host cannot take them.
+        ConfigError if the host cannot take them; AgentSilent, soon, if its agent does not answer.
         """
         with self._lock:
             self._wanted = config
-        if self._instance:
+        if self._instance and not self.is_silent:
+            self._control.call(self.name, "hello", "", LIMIT_SECONDS)  # what follows may take long
             self._configure()
 
     def running(self) -> list[str]:

@@ -146,9 +146,10 @@ class Placement:
 
         A target that needs a GPU whole takes what other processes and backends in standby leave of it, if
         that is as much as it is known to hold. The backends that it is to be ``without`` count as gone. One
-        that ``runs`` already has its memory beside that of other processes.
+        that ``runs`` already has its memory beside that of other processes, also on a missing GPU.
         """
-        used = {gpu: 0 if runs else self._taken(target, gpu) for gpu in target.holds}
+        gpus = [gpu for gpu in target.holds if not (runs and self.capacity[gpu] == 0)]
+        used = {gpu: 0 if runs else self._taken(target, gpu) for gpu in gpus}
         for slot in self.active:
             holding = slot.state in HOLDING
             if slot is target or slot in without or not (holding or slot.residual):
@@ -156,7 +157,7 @@ class Placement:
             for gpu, amount in (slot.holds if holding else slot.residual).items():
                 if gpu in used and (holding or not self._needs_whole(target, gpu)):
                     used[gpu] += amount
-        return {gpu: used[gpu] + need - self.capacity[gpu] for gpu, need in target.holds.items()}
+        return {gpu: used[gpu] + target.holds[gpu] - self.capacity[gpu] for gpu in gpus}
 
     def _taken(self, target: Slot, gpu: str) -> int:
         """Bytes that other processes take away from ``target``."""

@@ -95,10 +95,17 @@ class ConfiguredHosts(Hosts):
     def _remote(self, name: str) -> RemoteHost:
         return self.cluster.host(name) if self.cluster else RemoteHost(name, Nowhere(), Clock())
 
-    def _configure(self, name: str, config: Config) -> None:
-        """Give a host its part of a configuration; one that is silent is given it when it answers."""
-        with suppress(AgentSilent):
-            self[name].reconfigure(HostConfig.of(config, name))
+    def _configure(self, name: str, config: Config) -> Sequence[str]:
+        """Give a host its part of a configuration; return why it cannot take that.
+
+        Another host that is silent, or fails, is given it later; until then its loads fail.
+        """
+        try:
+            with suppress(AgentSilent, *([BackendError] if name else [])):
+                self[name].reconfigure(HostConfig.of(config, name))
+        except ConfigError as error:
+            return error.problems
+        return ()
 
     def join(self, name: str) -> bool:
         """Have a host that has come into the cluster; whether it was known before, by its name."""
@@ -110,16 +117,11 @@ class ConfiguredHosts(Hosts):
     def take(self, config: Config) -> None:
         """Give each host its part of another configuration; ConfigError if one refuses, and none has it."""
         self._add(config)
-        tried = []
-        try:
-            for name in self.by_name:
-                tried.append(name)
-                self._configure(name, config)
-        except ConfigError:
-            for name in tried:
-                with suppress(ConfigError):
-                    self._configure(name, self.config)
-            raise
+        names = [*self.by_name]
+        refused = side_by_side(lambda name: self._configure(name, config), names)
+        if problems := [problem for each in refused for problem in each]:
+            side_by_side(lambda name: self._configure(name, self.config), names)
+            raise ConfigError(problems)
         self.config = config
 
     def close(self) -> None:
@@ -179,9 +181,8 @@ class Adoption:
                 names.update(self._hosts[host].running())
             self.blind.discard(host)
             self.stop_orphans(host)
-            for occupant in self._hosts[host].occupants() if there else ():
-                advice = f". To end it: {occupant.end}" if occupant.end else ""
-                self._say(f"warning: {occupant}{advice}")
+            if there:
+                self.tell_occupants(host)
         except BackendError as error:
             self.blind.add(host)
             if not was_blind:
@@ -219,6 +220,12 @@ class Adoption:
                 where = f" on {host}" if host else ""
                 self._say(f"cannot see what runs{where}: {error.message}")
         return [backend for backend in backends if backend.url or backend.name in names]
+
+    def tell_occupants(self, host: str) -> None:
+        """Warn of engines on a host that another anvil-mux has started, on whose GPUs nothing is loaded."""
+        for occupant in self._hosts[host].occupants():
+            advice = f". To end it: {occupant.end}" if occupant.end else ""
+            self._say(f"warning: {occupant}{advice}")
 
     def stop_orphans(self, host: str) -> None:
         """Stop what an earlier start served on a host and the configuration has no longer.

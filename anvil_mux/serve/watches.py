@@ -347,6 +347,8 @@ class HostWatch:
         elif self.state == "lost":
             running = set(self.host.running())
             self._adoption.stop_orphans(name)
+            with suppress(BackendError):  # a load there says so
+                self._adoption.tell_occupants(name)
             there = [each for each in backends if each.name in running and each.name not in leaving]
             stock = take_stock(self.host, there)
             remaining = self._adoption.stop_all(stock.unfit)
@@ -367,6 +369,7 @@ class HostWatch:
 
     def _missed(self, why: str) -> float:
         self._is_sure, self.why = False, why
+        self.host.is_silent = True
         if self.state == "lost":
             return PAUSE_SECONDS
         silent = self._clock.now() - self._heard

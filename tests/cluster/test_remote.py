@@ -19,7 +19,7 @@ from anvil_mux.cluster.frames import (
     UnknownStep,
     Unreadable,
 )
-from anvil_mux.cluster.remote import MOST_GPUS, SETTLE_SECONDS, OtherVersion, RemoteHost
+from anvil_mux.cluster.remote import LIMIT_SECONDS, MOST_GPUS, SETTLE_SECONDS, OtherVersion, RemoteHost
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, Cancelled, ConfigError, LoadError
 from anvil_mux.host.seam import (
@@ -49,6 +49,8 @@ class Script:
         self.is_silent = False
         self.epoch = 0
         self.calls = []
+        self.waited = []
+        """The time limits of calls that were not answered."""
         self.answers = {
             "inventory": lambda: Inventory(address="10.0.0.2"),
             "settle": lambda timeout: True,
@@ -76,6 +78,7 @@ class Script:
     def call(self, host, method, payload, timeout):
         assert host == "h"
         if self.is_silent:
+            self.waited.append(timeout)
             raise AgentSilent("no answer")
         if method == "hello":
             said = {"version": self.version, "instance": self.instance, "python": "3.11"}
@@ -322,6 +325,22 @@ def test_somebody_who_watches_gpus_is_told_to_the_agent_with_the_next_question_f
     agent.host.news(0, 2.0)
     assert [call[0] for call in agent.called("watch_gpus", "news")] == ["watch_gpus", "news", "news"]
     assert agent.host.problem() == "Docker does not answer"
+
+
+def test_a_silent_host_is_configured_later_and_nobody_waits_for_it(agent):
+    other = HostConfig((A,), project="other")
+    agent.is_silent = True
+    with pytest.raises(AgentSilent):
+        agent.host.reconfigure(other)
+    assert agent.waited == [LIMIT_SECONDS], "not as long as a configuration may take"
+    agent.host.is_silent = True
+    agent.host.reconfigure(CONFIG)
+    agent.host.reconfigure(other)
+    assert agent.waited == [LIMIT_SECONDS]
+    agent.is_silent = False
+    agent.host.contact()
+    assert agent.called("reconfigure") == [("reconfigure", other)]
+    assert not agent.host.is_silent
 
 
 def gpus(*ids):

@@ -102,6 +102,13 @@ def test_what_serves_on_a_gpu_that_vanishes_goes_on_and_is_loaded_again_when_it_
     assert not fleet.request("b", 5.0).error
 
 
+def test_what_runs_on_a_missing_gpu_is_adopted():
+    fleet = Fleet(on("h", "a", vram=6), on("h", "b", vram=6), gpus=(missing("h", "0"),))
+    for name in "ab":
+        assert fleet.core.adopted(name, 0.0) is not NOTHING
+    assert [fleet.state(name) for name in "ab"] == ["ready", "ready"]
+
+
 # Where a queue stands
 
 

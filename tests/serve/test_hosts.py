@@ -3,9 +3,11 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
+
 from anvil_mux.cluster.cluster import Cluster
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.errors import BackendError
+from anvil_mux.errors import BackendError, ConfigError
 from anvil_mux.host.hosts import Hosts
 from anvil_mux.host.seam import Awake, Occupant, Unfit
 from anvil_mux.serve.hosts import Adoption, ConfiguredHosts
@@ -159,3 +161,31 @@ def test_an_orphan_that_a_reload_removed_and_that_drains_is_left_to_the_schedule
     adoption, _ = adopting(machine, leaving=[B])
     adoption.begin("", [A])
     assert machine.stopped == ["old"]
+
+
+def test_a_configuration_is_refused_if_a_host_cannot_take_it_and_given_later_to_one_that_fails():
+    machines = Machines(a="10.0.0.1", b="10.0.0.2")
+    cluster = Cluster(machines)
+    cluster.refresh()
+    local = SimpleNamespace(reconfigure=lambda config: None)
+    before, after = Config((A,)), Config((B,))
+    hosts = ConfiguredHosts(local, cluster, before)
+    given = []
+
+    def fail(config):
+        raise BackendError("no space left on device")
+
+    def refuse(config):
+        given.append(config.backends)
+        if config.backends != before.backends:
+            raise ConfigError(["b: image x is not present"])
+
+    hosts.by_name["a"].reconfigure = fail
+    hosts.take(after)
+    assert hosts.config is after
+    hosts.take(before)
+    hosts.by_name[""].reconfigure = refuse
+    with pytest.raises(ConfigError, match="image x is not present"):
+        hosts.take(after)
+    assert given == [after.backends, before.backends]
+    assert hosts.config is before

@@ -58,7 +58,11 @@ class House:
         )
         self.blind = set()
         adoption = SimpleNamespace(
-            begin=tell("adopt"), stop_orphans=tell("stop orphans"), stop_all=self.stop_all, blind=self.blind
+            begin=tell("adopt"),
+            tell_occupants=tell("tell occupants"),
+            stop_orphans=tell("stop orphans"),
+            stop_all=self.stop_all,
+            blind=self.blind,
         )
         news = SimpleNamespace(begin_anew=lambda: None, read=self.read)
         monkeypatch.setattr(watches, "is_there", lambda address, limit: address[0] in self.answering)
@@ -199,6 +203,7 @@ def test_a_lost_host_that_is_back_is_taken_stock_of_before_anything_is_begun(hou
     house.found = {"a": Awake("http://h:1"), "b": asleep, "c": Unfit("it answers for another model")}
     assert house.turns(1.0) == [
         ("stop orphans", "h"),
+        ("tell occupants", "h"),
         ("stop", [(C, "it answers for another model")]),
         ("back", "h", {"a": "http://h:1", "b": asleep}),
     ]
@@ -233,7 +238,12 @@ def test_what_a_reload_removed_runs_on_though_a_new_agent_does_not_list_it(house
 
 def test_a_host_that_was_not_there_at_the_start_comes_like_one_that_was_lost(monkeypatch):
     made = House(monkeypatch, is_lost=True)
-    assert made.turns(1.0) == [("stop orphans", "h"), ("stop", []), ("back", "h", {})]
+    assert made.turns(1.0) == [
+        ("stop orphans", "h"),
+        ("tell occupants", "h"),
+        ("stop", []),
+        ("back", "h", {}),
+    ]
 
 
 def test_a_host_that_another_anvil_mux_has_taken_is_not_used_any_more(house):
