@@ -182,13 +182,17 @@ def gpus_present() -> dict[str, Gpu]:
     return present
 
 
-def reached(given: argparse.Namespace) -> Cluster | None:
-    """The cluster that the command line names, reached; None if it names none."""
+def reached(given: argparse.Namespace, *, is_serving: bool = False) -> Cluster | None:
+    """Reach the cluster that the command line names; None if it names none.
+
+    ``is_serving``: hosts whose agents take long may join later.
+    """
     if not given.cluster:
         return None
-    from anvil_mux.cluster.cluster import reach
+    from anvil_mux.cluster.cluster import AGENT_SECONDS, START_SECONDS, reach
 
-    return reach(given.cluster, say, insecure=given.insecure_cluster)
+    patience = START_SECONDS if is_serving else AGENT_SECONDS
+    return reach(given.cluster, say, insecure=given.insecure_cluster, patience=patience)
 
 
 # The running anvil-mux

@@ -72,7 +72,7 @@ def check(given: argparse.Namespace) -> int:
     from anvil_mux.serve.files import open_address, secrets
 
     cluster = reached(given)
-    config = configuration(given.files, here=True, hosts=cluster.machines() if cluster else {})
+    config = configuration(given.files, here=True, hosts=cluster.known_machines() if cluster else {})
     keyring, _ = secrets(config)
     known = _learned(config)
     warnings = [*config.warnings, *_slow_loads(config, known), *_lacking(config)]

@@ -237,7 +237,7 @@ def _serve(given: argparse.Namespace) -> int:
 
     if given.demo:
         _choose_demo(given)
-    cluster = reached(given)
+    cluster = reached(given, is_serving=True)
     config = _configuration_served(given, cluster)
     for warning in config.warnings if given.verbosity >= 0 else ():
         tell(f"warning: {warning}", given.log_format)
@@ -263,7 +263,8 @@ def _configuration_served(given: argparse.Namespace, cluster: Cluster | None = N
         "policy": given.policy,
         "on_exit": given.on_exit,
     }
-    config = configuration(given.files, overrides, here=True, hosts=cluster.machines() if cluster else {})
+    hosts = cluster.known_machines() if cluster else {}
+    config = configuration(given.files, overrides, here=True, hosts=hosts)
     port = config.port if given.port is None else given.port
     return replace(config, host=given.host or config.host, port=port)
 

@@ -28,7 +28,9 @@ from anvil_mux.host.seam import HostConfig, Inventory
 from anvil_mux.state import state_folder, write_whole
 
 AGENT_SECONDS = 15.0
-"""How long the agents of hosts may take to start when the cluster is reached; later ones are tried again."""
+"""How long the agents of hosts may take to start when the cluster is reached."""
+START_SECONDS = 5.0
+"""The same where hosts that are later join: a host that hangs does not hold up the others for long."""
 LOG_SIZE = 1 << 20
 """Bytes of the log of Ray after which another one is begun; the one before is kept."""
 LOCAL = "local"
@@ -41,11 +43,17 @@ class CannotReach(MuxError):
     """The cluster cannot be reached, or may not be used as it is; the message says what to do."""
 
 
-def reach(address: str, say: Callable[[str], object], *, insecure: bool = False) -> Cluster:
+def reach(
+    address: str,
+    say: Callable[[str], object],
+    *,
+    insecure: bool = False,
+    patience: float = AGENT_SECONDS,
+) -> Cluster:
     """Reach a cluster, and look which hosts it has; CannotReach.
 
     ``address``: HEAD:PORT, or ``local``, of which ``say`` is told what can be tried. ``insecure``: whether it
-    may do without a token.
+    may do without a token. ``patience``: how long the agents of hosts may take to start.
     """
     control: ChildControl | SimulatedHosts
     if address == LOCAL:
@@ -58,7 +66,7 @@ def reach(address: str, say: Callable[[str], object], *, insecure: bool = False)
     cluster = Cluster(control)
     try:
         control.open()
-        cluster.refresh(AGENT_SECONDS)
+        cluster.refresh(patience)
     except AgentSilent as error:
         cluster.close()
         raise CannotReach(f"the cluster at {address} cannot be used: {error.message}") from None
@@ -148,6 +156,11 @@ class Cluster:
             for name, host in self.hosts.items()
             if host.inventory().address
         }
+
+    def known_machines(self) -> dict[str, Machine]:
+        """Return the same, and of each host that could never be used why."""
+        unusable = {name: Machine(problem=why) for name, why in self.problems.items()}
+        return unusable | self.machines()
 
     def check(self, part: Callable[[str], HostConfig]) -> list[dict[str, Any]]:
         """Report each host, with what is ``missing`` there; ``part``: of the configuration, by host."""

@@ -74,7 +74,9 @@ class Places:
         self._problems = problems
         self._present = present
         self._declared = {gpu.id: gpu for gpu in map(self._known, declared)}
-        self.cluster = {name: machine for name, machine in hosts.items() if self._is_name(name)}
+        named = {name: machine for name, machine in hosts.items() if self._is_name(name)}
+        self.cluster = {name: machine for name, machine in named.items() if not machine.problem}
+        self._unusable = {name: machine.problem for name, machine in named.items() if machine.problem}
         self._machines = machines
         self._gpus = {name: self._gpus_of_machine(name) for name in dict.fromkeys((*self.cluster, *machines))}
         here = {gpu.id: gpu for gpu in present.values()}
@@ -318,7 +320,7 @@ class Places:
 
     def tell_absent(self) -> None:
         """Warn of services that wait for hosts which are not there."""
-        if not self.cluster and not self._machines:
+        if not (self.cluster or self._unusable or self._machines):
             names = list(dict.fromkeys(name for names in self._absent.values() for name in names))
             if names:
                 text = f"served there once serve is started with --cluster: {_shown(names)}"
@@ -326,7 +328,10 @@ class Places:
             return
         waiting: dict[tuple[str, ...], list[str]] = {}
         for host, names in self._absent.items():
-            if self.cluster or host not in self._machines:
+            if why := self._unusable.get(host):
+                text = f"cannot be used now: {host} ({why}); {_shown(names)} wait for that"
+                self._problems.warn(_hosts_key(names[0]), text)
+            elif self.cluster or host not in self._machines:
                 waiting.setdefault(tuple(names), []).append(host)
         for services, hosts in waiting.items():
             text = f"not in the cluster: {_shown(hosts)}; {_shown(services)} wait for that"

@@ -4,7 +4,8 @@ The own host is always there: its news are read, and handed to whom they concern
 lost. Two witnesses are needed before a host is taken as lost: its agent does not answer, and none of the
 engines that serve there answers a question over HTTP. While only the agent is silent control is away:
 requests go on, and nothing is begun there. Where no engine serves, an agent that is silent is lost if the way
-to the others is open, or after ``ALONE_SECONDS``.
+to the others is open, or after ``ALONE_SECONDS``; the latter also where an engine is being loaded, which goes
+on without its agent, and is waited for again when that is back.
 
 ========  ============  ==============================================================================
 agent     engines       the host is
@@ -376,13 +377,19 @@ class HostWatch:
         if silent < SILENT_SECONDS:
             return PAUSE_SECONDS
         if self._is_any_engine_there():
-            if self.state == "here":
-                self.state = "away"
-                self._mux.tell(self._mux.scheduler.host_away, self.host.name, away=True)
-                self._say(f"host {self.host.name}: its engines answer and its agent does not: {why}")
+            self._go_away(f"its engines answer and its agent does not: {why}")
+        elif silent < ALONE_SECONDS and self._only_loads():  # a load outlives its agent
+            self._go_away(f"its agent does not answer, and a load is under way there: {why}")
         elif self._mux.overview.serving(self.host.name) or silent >= ALONE_SECONDS or self.host.is_way_open():
             self._lose(why)
         return PAUSE_SECONDS
+
+    def _go_away(self, why: str) -> None:
+        """Begin nothing on the host for now."""
+        if self.state == "here":
+            self.state = "away"
+            self._mux.tell(self._mux.scheduler.host_away, self.host.name, away=True)
+            self._say(f"host {self.host.name}: {why}")
 
     def _lose(self, why: str) -> None:
         self.state = "lost"
@@ -390,6 +397,13 @@ class HostWatch:
         self._mux.facts.host_lost(self.host.name)
         self.host.given_up()
         self.is_seen.set()
+
+    def _only_loads(self) -> bool:
+        """Whether a backend is being loaded there, and none serves, of which a silence would tell more."""
+        overview, name = self._mux.overview, self.host.name
+        loading = set(overview.loading())
+        loads = any(each.name in loading and each.host == name for each in overview.config.backends)
+        return loads and not overview.serving(name)
 
     def _is_any_engine_there(self) -> bool:
         """Whether one of its engines answers, or has just sent anybody a byte."""

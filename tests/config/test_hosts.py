@@ -394,6 +394,17 @@ def test_a_condition_that_no_host_meets_is_a_host_that_is_never_there(
     assert any(f"not in the cluster: {backend.host}; m wait for that" in text for text in found.warnings)
 
 
+def test_a_host_that_does_not_answer_is_reported_with_the_reason(tmp_path: Path) -> None:
+    silent = Machine(problem="the agent of b did not answer in 5 s")
+    for hosts in ({"a": AB["a"], "b": silent}, {"b": silent}):
+        found = one(tmp_path, "hosts: b, gpus: ['0']", hosts=hosts)
+        assert places(found) == {"m.b": "b/0"}
+        (warning,) = [text for text in found.warnings if "m wait for that" in text]
+        assert "cannot be used now: b (the agent of b did not answer in 5 s)" in warning
+        assert "did you mean" not in warning
+        assert not found.gpus[-1].missing
+
+
 def test_it_is_the_same_backend_when_its_host_comes(tmp_path: Path) -> None:
     own, rest = "hosts: [a, b], gpus: ['0']", RESERVED
     before, after = (one(tmp_path, own, rest, hosts=hosts) for hosts in ({"a": AB["a"]}, AB))

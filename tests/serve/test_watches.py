@@ -27,6 +27,7 @@ class House:
         self.instance = 1
         self.known_instance = 0
         self.serving = []
+        self.loading = []
         self.answering = set()
         self.heard = set()
         self.running = []
@@ -45,6 +46,7 @@ class House:
             config=Config((A, B, C, Backend("external", "e"))),
             serving=lambda host: [(each, (each.name, 1)) for each in self.serving],
             leaving=lambda: list(self.leaving),
+            loading=lambda: [each.name for each in self.loading],
         )
         self.host = SimpleNamespace(
             name="h",
@@ -173,6 +175,20 @@ def test_a_host_without_engines_is_lost_if_others_are_reached_else_later(house, 
     house.serving, house.agent_answers, house.way_is_open = [], False, way_is_open
     assert house.turns(seconds) == []
     assert ("lost", "h") in house.turns(2.0)
+
+
+def test_a_host_that_only_loads_is_away_until_its_agent_is_back_or_has_been_silent_for_long(house):
+    house.serving, house.loading, house.agent_answers = [], [A], False
+    assert house.turns(29.0) == [("away", "h", True)]
+    house.agent_answers, house.instance = True, 2
+    assert house.turns(1.0) == [("away", "h", False)]
+    house.agent_answers = False
+    assert [what for what, *_ in house.turns(32.0)] == ["away", "lost", "given up"]
+
+
+def test_a_host_whose_serving_engine_is_silent_is_lost_whatever_it_loads(house):
+    house.loading, house.agent_answers, house.answering = [C], False, set()
+    assert ("lost", "h") in house.turns(6.0)
 
 
 def test_control_that_is_back_brings_no_engine_to_an_end(house):
