@@ -45,6 +45,7 @@ from anvil_mux.config.placement import Places
 from anvil_mux.config.reading import Problems
 from anvil_mux.config.values import AnyOf, Preset
 from anvil_mux.errors import ConfigError
+from anvil_mux.protocol.naming import MAX_MODEL_NAME
 
 
 class ConfigReader:
@@ -167,6 +168,10 @@ def _used_gpus(backends: Sequence[Backend]) -> dict[str, set[str]]:
 # Checks of what could be read
 
 
+MOST_CHARACTERS = 128
+"""Characters of a project's and a service's name: files have both in their names, of at most 255 bytes."""
+
+
 class Checks:
     """The checks of one configuration; what they find they add to ``problems``."""
 
@@ -226,7 +231,25 @@ class Checks:
                 scaled = any(each.name == name and each.service.scale > 1 for each in self._config.backends)
                 what = "a replica of a scaled service" if scaled else "what another service becomes on a host"
                 self._problems.add(("services", name), f"{what} is called {name} too")
+        self._check_lengths()
         self._names.check(self._config.backends)
+
+    def _check_lengths(self) -> None:
+        """Check that no name is too long for what is named after it: files, and fields of requests."""
+        project, write = self._config.project, f"name: {self._config.project[:20]}"
+        if len(project) > MOST_CHARACTERS:
+            text = f"must have at most {MOST_CHARACTERS} characters, not {len(project)}"
+            self._problems.of_setting("project", Diagnostic(f"{text}; write {write}", said=text, write=write))
+        for key, name in {self._key(each): each.name for each in self._config.backends}.items():
+            if len(name) > MOST_CHARACTERS:
+                text = f"its name must have at most {MOST_CHARACTERS} characters, not {len(name)}"
+                self._problems.add(key, f"{text}; x-anvil: {{model: ...}} may have more")
+        names = {name: self._key(each, "x-anvil") for each in self._config.backends for name in each.names}
+        names |= dict.fromkeys(self._config.any_of, ("x-anvil", "any_of"))
+        for name, key in names.items():
+            if len(name) > MAX_MODEL_NAME:
+                text = f"must have at most {MAX_MODEL_NAME} characters, not {len(name)}"
+                self._problems.add(key, f"the name {name[:20]}... {text}")
 
     def _check_any_of(self) -> None:
         names, any_of = self._config.names, self._config.any_of

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from anvil_mux.errors import ConfigError
 from tests.config.files import SERVICE, TOP, plain, problems, table
 
 # What is wrong
@@ -390,6 +391,40 @@ OF_PROCESSES = """
     './own $$PORT $$${WORD}' -> compose.yaml:2: services.a.command: the variable WORD UNSET ${WORD:-default}
     './own $$PORT $$$$WORD' ->
 """
+
+
+LONG, LONGEST = "n" * 129, "m" * 513
+LONG_NAMES = [
+    (
+        f"services: {{{LONG}: {{command: x, x-anvil: {{gpus: []}}}}}}",
+        "must have at most 128 characters, not 129",
+    ),
+    (
+        f"services: {{a: {{command: x, x-anvil: {{gpus: [], model: {LONGEST}}}}}}}",
+        "at most 512 characters, not 513",
+    ),
+    (
+        f"services: {{a: {{command: x, x-anvil: {{gpus: [], aliases: [{LONGEST}]}}}}}}",
+        "at most 512 characters",
+    ),
+    (
+        f"name: {LONG}\nservices: {{a: {{command: x, x-anvil: {{gpus: []}}}}}}",
+        "project: must have at most 128",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "problem"), LONG_NAMES)
+def test_a_name_that_is_too_long_is_refused(tmp_path, text, problem):
+    with pytest.raises(ConfigError) as caught:
+        plain(tmp_path, f"x-anvil: {{runtime: process}}\n{text}")
+    assert [problem in str(each) for each in caught.value.problems] == [True], caught.value.problems
+
+
+def test_names_as_long_as_they_may_be_are_taken(tmp_path):
+    service = f"{LONG[1:]}: {{command: x, x-anvil: {{gpus: [], model: {LONGEST[1:]}}}}}"
+    config = plain(tmp_path, f"name: {LONG[1:]}\nx-anvil: {{runtime: process}}\nservices: {{{service}}}")
+    assert config.backends[0].name == LONG[1:]
 
 
 OF_COMMANDS = [
