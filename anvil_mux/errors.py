@@ -188,6 +188,13 @@ class HostMemoryShort(MuxError):
     retry_after = 30.0
 
 
+class LoopDetected(MuxError):
+    """The request came back to an anvil-mux that had sent it on."""
+
+    status, code, kind = 508, "loop_detected", "invalid_request_error"
+    retry = False
+
+
 class Overloaded(MuxError):
     """Too many requests wait, or too many connections are open. Some clients retry on "overloaded" alone."""
 

@@ -69,7 +69,7 @@ def check(given: argparse.Namespace) -> int:
         return importing.suggest(given)
     from anvil_mux.host.check import gpus_by_vendor
     from anvil_mux.serve import polling
-    from anvil_mux.serve.files import open_address, secrets
+    from anvil_mux.serve.files import open_address, own_address, secrets
 
     cluster = reached(given)
     config = configuration(given.files, here=True, hosts=cluster.known_machines() if cluster else {})
@@ -77,7 +77,7 @@ def check(given: argparse.Namespace) -> int:
     known = _learned(config)
     warnings = [*config.warnings, *_slow_loads(config, known), *_lacking(config)]
     warnings += polling.warnings(config.backends)
-    warnings += [*keyring.warnings, *filter(None, [open_address(config, keyring)])]
+    warnings += [*keyring.warnings, *filter(None, [open_address(config, keyring)]), *own_address(config)]
     hints, gpus = [*vram_to_declare(config, known)], gpus_by_vendor()
     hosts = _check_hosts(config, cluster) if cluster else None
     warnings += [*_lacking_on(hosts or ()), *steered_by_all(config, hosts or ())]

@@ -231,6 +231,7 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
 
 
 def _serve(given: argparse.Namespace) -> int:
+    from anvil_mux.serve.files import own_address
     from anvil_mux.serve.invocation import Options
     from anvil_mux.serve.invocation import say as tell
     from anvil_mux.serve.program import serve
@@ -239,7 +240,7 @@ def _serve(given: argparse.Namespace) -> int:
         _choose_demo(given)
     cluster = reached(given, is_serving=True)
     config = _configuration_served(given, cluster)
-    for warning in config.warnings if given.verbosity >= 0 else ():
+    for warning in [*config.warnings, *own_address(config)] if given.verbosity >= 0 else ():
         tell(f"warning: {warning}", given.log_format)
     options = Options(**{each.name: getattr(given, each.name) for each in fields(Options)})
     return serve(config, options, partial(_configuration_served, given, cluster), cluster)

@@ -107,9 +107,10 @@ FallbackChain = tuple[FallbackStep, ...]
 class Access:
     """One configuration, as requests meet it. Never altered, but for ``lacking``: another takes its place."""
 
-    def __init__(self, config: Config, keys: Keyring, *, only_local_hosts: bool) -> None:
+    def __init__(self, config: Config, keys: Keyring, *, only_local_hosts: bool, instance: str = "") -> None:
         """``only_local_hosts``: bound to loopback, so that any other Host is a web page whose name was made
-        to mean this machine."""
+        to mean this machine. ``instance``: the id of this anvil-mux in the way of requests."""
+        self.instance = instance
         self.config = config
         self.keys = keys
         self.hides_keys = len(keys) > 0

@@ -23,6 +23,7 @@ from anvil_mux.errors import (
     BadRequest,
     ClientGone,
     ClientStalled,
+    LoopDetected,
     MuxError,
     QuotedFailure,
     RefusedByEngine,
@@ -144,7 +145,11 @@ class Attempt:
             key = f"the API key in {named}" if named else "requests without a key (name one with api_key_env)"
             permit.failed(f"it refuses {key} ({status})")
             raise BackendError(f"{name} refuses {key}.")
-        if status == 429 or (status >= 500 and status not in LACKING):
+        if status == LoopDetected.status:
+            permit.succeeded()  # it says nothing of the server
+            if self.question.fallbacks:
+                raise BackendError(f"{name} answered {status}.")
+        elif status == 429 or (status >= 500 and status not in LACKING):
             pause = _pause_asked(response.fields, time.time())
             permit.failed(f"it answered {status}", pause=pause)
             if self.question.fallbacks:

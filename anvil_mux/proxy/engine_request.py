@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, quote, urlencode
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import FIELDS
@@ -25,7 +25,7 @@ from anvil_mux.multiplexer.multiplexer import Lease
 from anvil_mux.protocol import foreign, http1, naming
 from anvil_mux.proxy.client import Spool
 from anvil_mux.proxy.exchange import RequestBody
-from anvil_mux.proxy.question import WARM, Question, QuestionBody
+from anvil_mux.proxy.question import VIA, WARM, Question, QuestionBody, hops
 
 PASSED = frozenset(
     (
@@ -43,8 +43,9 @@ KEYS_IN_QUERY = frozenset(
     ["key", "api_key", "api-key", "apikey", "token", "access_token", "subscription-key"]
 )
 """The names under which APIs take a key in the query, which a server elsewhere does not get."""
-_NOT_THEIRS = frozenset([b"x-request-id", b"content-encoding", WARM])
-"""The fields of a client that no engine gets: its request has an id of ours, and its body was unpacked."""
+_NOT_THEIRS = frozenset([b"x-request-id", b"content-encoding", WARM, VIA])
+"""The fields of a client that no engine gets: its request has an id and a way of ours, and its body was
+unpacked."""
 _NOT_PACKED = _NOT_THEIRS | {b"accept-encoding"}
 _KEYS = frozenset(FIELDS)
 UPGRADE = {b"connection": b"Upgrade", b"upgrade": b"websocket"}
@@ -125,8 +126,19 @@ def _head(
         host,
         f"{path}?{query}" if query else path,
         drop=drop,
-        extra={**credentials, **own, b"X-Request-ID": context.id.encode("ascii")}.items(),
+        extra={
+            **credentials,
+            **own,
+            b"X-Request-ID": context.id.encode("ascii"),
+            b"X-Anvil-Via": _way(question, backend),
+        }.items(),
     )
+
+
+def _way(question: Question, backend: Backend) -> bytes:
+    """Return the way of a request to an engine, which may be, or ask, another anvil-mux or this one."""
+    own = f"{question.context.access.instance}:{quote(question.known_as(backend), safe='/')}"
+    return ", ".join([*hops(question.context), own]).encode("latin-1")
 
 
 # The head for a server elsewhere

@@ -86,7 +86,8 @@ class Handler:
         self._mux = mux
         self._records = records
         self._ids = map((secrets.token_hex(5) + "-%x").__mod__, itertools.count(1))
-        self._access = Access(config, keys, only_local_hosts=only_local_hosts)
+        instance = secrets.token_hex(4)
+        self._access = Access(config, keys, only_local_hosts=only_local_hosts, instance=instance)
         self.local = local
         stored = StoredResponses()
         self._questions = Questions(mux, stored)
@@ -97,7 +98,9 @@ class Handler:
         before = self._access
         if keys is not before.keys:
             before.keys.give_way(keys)
-        self._access = Access(config, keys, only_local_hosts=before.only_local_hosts)
+        self._access = Access(
+            config, keys, only_local_hosts=before.only_local_hosts, instance=before.instance
+        )
         self.local.captures.resize(config.capture)
 
     def serve(self, client: Client, request: http1.Request) -> bool:

@@ -23,12 +23,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, NamedTuple
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import Key
 from anvil_mux.config.values import Preset, Rule, When, names_in
-from anvil_mux.errors import BadRequest, Forbidden, Moved, MuxError, NotFound, UnknownModel
+from anvil_mux.errors import (
+    BadRequest,
+    Forbidden,
+    LoopDetected,
+    Moved,
+    MuxError,
+    NotFound,
+    UnknownModel,
+    printable,
+)
 from anvil_mux.host.engines import ENGINES
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import anthropic, api, foreign, http1, naming, ollama
@@ -43,6 +52,10 @@ SWAP = b"x-anvil-swap"
 """The header by which a request says whether it may force a swap: never, or allowed."""
 WARM = b"x-anvil-warm"
 """The header by which a client says which model it will ask for next."""
+VIA = b"x-anvil-via"
+"""The header in which each anvil-mux adds itself to the way of a request, as ID:MODEL."""
+MOST_HOPS = 16
+"""The most anvil-mux on the way of a request."""
 TRANSLATE = {**ollama.TRANSLATE, **anthropic.TRANSLATE}
 """Path -> how a body that is asked for there becomes a question that every engine understands."""
 MOST_ANSWERS = 10_000
@@ -139,7 +152,12 @@ class Questions:
         self._stored = stored
 
     def read(self, context: RequestContext, client: Client) -> Question:
-        """Read body and model of a request; BadRequest, NotFound, UnknownModel. To be closed."""
+        """Read body and model of a request. To be closed.
+
+        BadRequest, LoopDetected, NotFound, UnknownModel.
+        """
+        if VIA in context.request.fields:
+            _refuse_loop(context)
         question = self._read(context, client)
         if context.route.path.startswith(SESSIONS):
             _check_session(question)
@@ -253,6 +271,27 @@ class Questions:
                 _check_names(context, model, path, body)
             return Question(context, _target(context, Named(model)), body)
         raise _no_upstream(context)
+
+
+def hops(context: RequestContext) -> list[str]:
+    """Return the anvil-mux that a request has passed, the first one first, each as ID:MODEL."""
+    way = context.request.fields.get(VIA, b"").decode("latin-1")
+    return [hop.strip() for hop in way.split(",") if hop.strip()]
+
+
+def _refuse_loop(context: RequestContext) -> None:
+    """Raise LoopDetected if a request was here before, or has passed too many others."""
+    way, own = hops(context), context.access.instance
+    has_returned = any(hop.partition(":")[0] == own for hop in way)
+    if not has_returned and len(way) < MOST_HOPS:
+        return
+    places = []
+    for hop in way[:MOST_HOPS]:
+        id, _, model = hop.partition(":")
+        places.append(printable(f"{unquote(model)[:100]} {'here' if id == own else f'at {id[:16]}'}"))
+    what = "has been here before" if has_returned else f"has passed {len(way)} anvil-mux"
+    text = f"This request {what}: {' -> '.join(places)} -> here."
+    raise LoopDetected(f"{text} A url or a fallback leads back to this anvil-mux: change it.")
 
 
 def target(context: RequestContext, named: str | None) -> Target:

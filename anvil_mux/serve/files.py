@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from ipaddress import ip_address
 from pathlib import Path
+from socket import AF_INET, AF_INET6, SOCK_DGRAM, gethostname, socket
 from typing import TextIO
 
 from anvil_mux import state
@@ -35,6 +36,7 @@ from anvil_mux.config.config import SETTINGS, Config
 from anvil_mux.config.keys import Keyring
 from anvil_mux.config.keys import load as load_keys
 from anvil_mux.config.kinds import Diagnostic
+from anvil_mux.config.values import site
 from anvil_mux.errors import ConfigError
 from anvil_mux.host.seam import CardRead
 from anvil_mux.proxy.connections import build_context
@@ -46,6 +48,7 @@ LOOK_SECONDS = 2.0
 """Seconds between two looks at the files."""
 COMMANDS_SECONDS = 60.0
 """How long a start waits for what one that was killed has Docker do."""
+PAGE_OF_URL = "elsewhere.md"
 VERSION = 2
 """The version of what the file ``learned`` holds."""
 
@@ -95,6 +98,37 @@ def open_address(config: Config, keys: Keyring) -> str:
     origin = config.origins.get("listen", "")
     said = f"{origin}: {text}" if ":" in origin else text
     return Diagnostic(text, said=said, write="key_file: keys.txt", key=("x-anvil", "listen"))
+
+
+def own_address(config: Config) -> Iterator[str]:
+    """Yield a warning for each external server that is this anvil-mux: its requests would come back."""
+    for backend in config.backends:
+        if not backend.url:
+            continue
+        there = site(backend.url)
+        if there.port == config.port and _is_own(there.host, config.host):
+            text = f"{backend.model}: url: {backend.url} is the address of this anvil-mux: requests come back"
+            yield Diagnostic(
+                f"{text}. Name another server, or make it an alias or a preset.", page=PAGE_OF_URL
+            )
+
+
+def _is_own(host: str, listening: str) -> bool:
+    """Return whether an anvil-mux that listens at ``listening`` is reached at ``host``; nobody is asked."""
+    if host.rstrip(".") == listening:
+        return True
+    try:
+        address = ip_address("127.0.0.1" if host == "localhost" else host)
+        bound = ip_address("127.0.0.1" if listening == "localhost" else listening)
+    except ValueError:
+        return host.lower() == gethostname().lower()
+    if not bound.is_unspecified:
+        return address == bound
+    family = AF_INET6 if address.version == 6 else AF_INET
+    with suppress(OSError), socket(family, SOCK_DGRAM) as probe:
+        probe.bind((str(address), 0))  # possible for addresses of this machine only
+        return True
+    return False
 
 
 def tls_context(config: Config) -> ssl.SSLContext | None:
