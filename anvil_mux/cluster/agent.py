@@ -50,7 +50,7 @@ from anvil_mux.cluster.frames import (
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, ConfigError, MuxError
 from anvil_mux.host import check
-from anvil_mux.host.local import LocalHost, inventory
+from anvil_mux.host.local import LocalHost, inventory, machine_id
 from anvil_mux.host.seam import LOG_LINES, Host, HostConfig, HostNews, Inventory
 from anvil_mux.state import state_folder, text_of, write_whole
 
@@ -151,6 +151,7 @@ class Agent:
             "name": self.name,
             "address": self.address,
             "hostname": socket.gethostname(),
+            "machine": machine_id(self._environ),
             "epoch": str(epoch),
             "owner": owner.name if owner else "",
             "owner_id": owner.id if owner else "",

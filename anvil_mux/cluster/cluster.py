@@ -14,8 +14,9 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from anvil_mux.clock import Clock, side_by_side
 from anvil_mux.cluster.channel import AgentSilent, ChildControl, ClusterControl
@@ -24,6 +25,7 @@ from anvil_mux.cluster.remote import LIMIT_SECONDS, RemoteHost
 from anvil_mux.cluster.simulated import RETURN_SECONDS, SimulatedHosts
 from anvil_mux.config.machines import Gpu, Machine
 from anvil_mux.errors import BackendError, MuxError
+from anvil_mux.host.local import inventory, machine_id
 from anvil_mux.host.seam import HostConfig, Inventory
 from anvil_mux.state import state_folder, write_whole
 
@@ -63,7 +65,7 @@ def reach(
     else:
         words = [sys.executable, "-m", "anvil_mux.cluster.ray_link", address]
         control = ChildControl([*words, *(["--insecure"] if insecure else [])], log=_log_of_ray())
-    cluster = Cluster(control)
+    cluster = Cluster(control, own=identity(machine_id(os.environ), inventory()))
     try:
         control.open()
         cluster.refresh(patience)
@@ -91,11 +93,34 @@ def _log_of_ray() -> Path | None:
     return file
 
 
-class Cluster:
-    """The hosts of a cluster, by name. Used by one thread at a time, but for ``host``, and to read."""
+class Identity(NamedTuple):
+    """The id of a machine and those of its GPUs, by which it is told from others."""
 
-    def __init__(self, control: ClusterControl, clock: Clock | None = None) -> None:
+    machine: str = ""
+    """"": not known."""
+    gpus: frozenset[str] = frozenset()
+
+    def is_same(self, other: Identity) -> bool:
+        """Whether both are one machine; containers that were given different GPUs of one are not."""
+        are_apart = self.gpus and other.gpus and self.gpus.isdisjoint(other.gpus)
+        return self.machine != "" and self.machine == other.machine and not are_apart
+
+
+def identity(machine: str, found: Inventory) -> Identity:
+    return Identity(machine, frozenset(gpu.uuid for gpu in found.gpus if gpu.uuid))
+
+
+class Cluster:
+    """The hosts of a cluster, by name. Used by one thread at a time, but for ``host``, and to read.
+
+    ``own``: the machine that anvil-mux runs on.
+    """
+
+    def __init__(
+        self, control: ClusterControl, clock: Clock | None = None, own: Identity | None = None
+    ) -> None:
         self.control = control
+        self._own = own or Identity()
         self._clock = clock or Clock()
         self._owner = Owner(0, "")
         self._takeover = False
@@ -144,15 +169,32 @@ class Cluster:
             host.node = usable[host.name]
         learned = on_each(learn, new, lambda error: error.message)
         problems |= {name: why for name, why in learned.items() if why}
+        problems |= self._named_twice([name for name in usable if name not in problems])
         self.nodes = {name: node for name, node in usable.items() if name not in problems}
         self.problems = problems
         before, self._last_machines = self._last_machines, self.machines()
         return self._last_machines != before
 
+    def _named_twice(self, names: Sequence[str]) -> dict[str, str]:
+        """Return why hosts cannot be used that are the same machine as one before them."""
+        problems: dict[str, str] = {}
+        for place, name in enumerate(names):
+            for other in names[:place]:
+                if other not in problems and self._identity(name).is_same(self._identity(other)):
+                    problems[name] = f"it is the same machine as {other}: let one of them leave the cluster"
+        return problems
+
+    def _identity(self, name: str) -> Identity:
+        host = self.hosts[name]
+        return identity(host.machine, host.inventory())
+
     def machines(self) -> dict[str, Machine]:
         """Return what the configuration needs to know of all hosts that were ever seen."""
         return {
-            name: machine(host.inventory(), host.node.labels)
+            name: replace(
+                machine(host.inventory(), host.node.labels),
+                is_own=self._identity(name).is_same(self._own),
+            )
             for name, host in self.hosts.items()
             if host.inventory().address
         }

@@ -111,6 +111,8 @@ class RemoteHost:
         self._cancelled: dict[str, int] = {}  # backend -> the last of its loads that was cancelled
         self._problem = ""
         self._is_watched = False
+        self.machine = ""
+        """The id of the machine that its agent is on; "": not known."""
         self.versions: dict[str, str] = {}
         """The facts that the agent told of itself last."""
         self.round_trip_seconds: float | None = None
@@ -129,6 +131,7 @@ class RemoteHost:
                 f"host {self.name} has anvil-mux {version}, and this is {__version__}: install the same on "
                 "both, then restart Ray there"
             )
+        self.machine = found.get("machine", "")
         self.versions = {FACTS[name]: text for name, text in found.items() if name in FACTS}
         return found
 

@@ -181,6 +181,7 @@ class Checks:
         self._names = names
         self._gpus = {gpu.name: gpu for gpu in config.gpus}
         self._host_ports = reader.ports
+        self._own_names = reader.places.own_names
         self._services = reader.services
         singles = [self._services[each.name] for each in config.backends if each.service.scale == 1]
         self._several = Counter(singles)
@@ -197,6 +198,7 @@ class Checks:
         self._check_room()
         self._check_ports()
         self._check_waits()
+        self._check_own_names(self._own_names)
 
     def _key(self, backend: Backend, *path: str) -> KeyPath:
         """The key of the files below which the backend's service stands."""
@@ -408,6 +410,18 @@ class Checks:
 
     def _has_choice(self, backend: Backend) -> bool:
         return self._several[self._services[backend.name]] > 1
+
+    def _check_own_names(self, names: Sequence[str]) -> None:
+        """Check that the GPUs of this machine are used under one name; ``names``: its names as a host."""
+        local = [backend for backend in self._config.backends if backend.gpus and not backend.host]
+        for name in names:
+            users = [each for each in self._config.backends if each.gpus and each.host == name]
+            if local and users:
+                text = (
+                    f"runs on GPUs of this machine, and so does {users[0].name}, to which it is the host "
+                    f"{name}: each GPU would be given to both; name the machine in one way"
+                )
+                self._problems.add(self._key(local[0], "x-anvil", "hosts"), text, f"hosts: {name}")
 
     def _check_waits(self) -> None:
         """Check that requests may wait for long enough to be served."""

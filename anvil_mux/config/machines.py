@@ -70,6 +70,8 @@ class Machine:
     address: str = ""
     """The address at which its engines are reached; "": not known, since it has never been there."""
     labels: tuple[tuple[str, str], ...] = ()
+    is_own: bool = False
+    """Whether it is the machine that anvil-mux runs on."""
     problem: str = ""
     """Why it is in the cluster and cannot be used; then nothing else is known of it."""
 

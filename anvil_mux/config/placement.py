@@ -76,6 +76,8 @@ class Places:
         self._declared = {gpu.id: gpu for gpu in map(self._known, declared)}
         named = {name: machine for name, machine in hosts.items() if self._is_name(name)}
         self.cluster = {name: machine for name, machine in named.items() if not machine.problem}
+        self.own_names = [name for name, machine in self.cluster.items() if machine.is_own]
+        """The names under which this machine is in the cluster as well."""
         self._unusable = {name: machine.problem for name, machine in named.items() if machine.problem}
         self._machines = machines
         self._gpus = {name: self._gpus_of_machine(name) for name in dict.fromkeys((*self.cluster, *machines))}
@@ -222,7 +224,10 @@ class Places:
             labels = set(wanted.items())
             return sorted(name for name, each in self.cluster.items() if labels <= set(each.labels))
         known = sorted({*self.cluster, *self._machines})
-        return ["", *known] if self.here or need in ((), ALL_THERE_ARE) else known
+        if need == ():
+            return ["", *known]
+        is_meant = not self.own_names and (self.here or need == ALL_THERE_ARE)
+        return ["", *known] if is_meant else known
 
     def _choices(
         self, host: str, need: Need, vram: int | None, vendors: Sequence[str]

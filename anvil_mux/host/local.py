@@ -51,10 +51,11 @@ from anvil_mux.host.occupants import find_occupants
 from anvil_mux.host.processes import ProcessRuntime
 from anvil_mux.host.project import missing_images
 from anvil_mux.host.prompts import KeptPrompt, PromptCache
-from anvil_mux.host.runs import RunRecords
+from anvil_mux.host.runs import RunRecords, boot
 from anvil_mux.host.seam import (
     LOG_LINES,
     LOOPBACK,
+    MACHINE,
     AnyNews,
     Awake,
     CardRead,
@@ -97,6 +98,14 @@ def build_runtime(
         starter = Detached() if detached else None
         return ProcessRuntime(config, environ=environ, address=address, starter=starter)
     return ContainerRuntime(config, environ=environ, lock=lock, address=address)
+
+
+def machine_id(environ: Mapping[str, str]) -> str:
+    """Return what tells this machine from others until it is booted again, in containers too; "": unknown."""
+    try:
+        return f"{boot()}{environ.get(MACHINE, '')}"
+    except OSError:
+        return ""
 
 
 def inventory(address: str = LOOPBACK) -> Inventory:

@@ -4,8 +4,8 @@ The own host is always there: its news are read, and handed to whom they concern
 lost. Two witnesses are needed before a host is taken as lost: its agent does not answer, and none of the
 engines that serve there answers a question over HTTP. While only the agent is silent control is away:
 requests go on, and nothing is begun there. Where no engine serves, an agent that is silent is lost if the way
-to the others is open, or after ``ALONE_SECONDS``; the latter also where an engine is being loaded, which goes
-on without its agent, and is waited for again when that is back.
+to the others is open, or after ``ALONE_SECONDS``. A load goes on without its agent, and is waited for again
+when that is back: where only an engine is being loaded the host is lost after ``LOADING_SECONDS``.
 
 ========  ============  ==============================================================================
 agent     engines       the host is
@@ -68,6 +68,8 @@ ALONE_SECONDS = 30.0
 """After which a host where no engine serves is lost although no agent is reached."""
 INVENTORY_SECONDS = 10.0
 """Seconds between two questions to a host which GPUs it has."""
+LOADING_SECONDS = 60.0
+"""The same for a host where an engine is being loaded: until Ray was started again there."""
 PAUSE_SECONDS = 0.5
 LOOK_SECONDS = 2.0
 """Seconds between two looks which hosts there are."""
@@ -378,7 +380,7 @@ class HostWatch:
             return PAUSE_SECONDS
         if self._is_any_engine_there():
             self._go_away(f"its engines answer and its agent does not: {why}")
-        elif silent < ALONE_SECONDS and self._only_loads():  # a load outlives its agent
+        elif silent < LOADING_SECONDS and self._only_loads():  # a load outlives its agent
             self._go_away(f"its agent does not answer, and a load is under way there: {why}")
         elif self._mux.overview.serving(self.host.name) or silent >= ALONE_SECONDS or self.host.is_way_open():
             self._lose(why)

@@ -260,7 +260,9 @@ class Host:
     # What is done there
 
     def environ(self, **more: str) -> dict[str, str]:
-        own = {"XDG_STATE_HOME": str(self.folder / "state"), **self._environ}
+        # The hosts have one kernel, and are told apart by that name.
+        named = {"XDG_STATE_HOME": str(self.folder / "state"), "ANVIL_MUX_MACHINE": self.name}
+        own = {**named, **self._environ}
         if self._has_docker:
             own["DOCKER_HOST"] = f"unix://{self.folder}/docker.sock"
         return self.cluster.environ(**own, **more)

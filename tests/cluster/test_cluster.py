@@ -9,7 +9,7 @@ import pytest
 from anvil_mux import __version__
 from anvil_mux.cluster import frames
 from anvil_mux.cluster.channel import AgentSilent
-from anvil_mux.cluster.cluster import Cluster, owner_id
+from anvil_mux.cluster.cluster import Cluster, Identity, owner_id
 from anvil_mux.cluster.frames import AgentAnswer, AgentCall, Claimed, Node
 from anvil_mux.config.machines import Gpu, Machine
 from anvil_mux.errors import BackendError
@@ -26,6 +26,7 @@ class Machines:
         self.up = {name: Node(name, address, (("zone", "x"),)) for name, address in addresses.items()}
         self.silent = set()
         self.versions = {}
+        self.ids = {}
         self.owners = {}
         self.epochs = {}
         self.kept = {}
@@ -38,7 +39,9 @@ class Machines:
             raise AgentSilent("no answer")
         if method == "hello":
             version = self.versions.get(host, __version__)
-            return frames.dump({"version": version, "instance": host, "epoch": str(self.epochs.get(host, 0))})
+            epoch = str(self.epochs.get(host, 0))
+            said = {"version": version, "instance": host, "machine": self.ids.get(host, "")}
+            return frames.dump({**said, "epoch": epoch})
         call = frames.read(AgentCall, payload)
         try:
             value = getattr(self, call.method)(host, call.owner, *arguments_of(call))
@@ -114,6 +117,23 @@ def test_a_host_that_cannot_be_used_says_why_and_the_others_are_used():
     machines.silent.clear()
     assert cluster.refresh(), "it is looked at again as long as it is not used"
     assert set(cluster.nodes) == {"a", "c"}
+
+
+def test_a_machine_that_has_two_names_is_used_under_one():
+    machines = Machines(a="10.0.0.1", b="10.0.0.2", c="10.0.0.3")
+    machines.ids = {"a": "boot-1", "b": "boot-1", "c": "boot-2"}
+    cluster = Cluster(machines, own=Identity("boot-2", frozenset(["u"])))
+    cluster.refresh()
+    assert set(cluster.nodes) == {"a", "c"}
+    assert "is the same machine as a" in cluster.problems["b"]
+    assert [name for name, each in cluster.machines().items() if each.is_own] == ["c"]
+
+
+def test_containers_that_were_given_different_gpus_are_different_hosts():
+    one, other = Identity("boot-1", frozenset(["u"])), Identity("boot-1", frozenset(["v"]))
+    assert not one.is_same(other)
+    assert one.is_same(Identity("boot-1"))
+    assert not Identity().is_same(Identity())
 
 
 def test_all_hosts_are_claimed_or_none(tmp_path):

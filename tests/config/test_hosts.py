@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -403,6 +404,19 @@ def test_a_host_that_does_not_answer_is_reported_with_the_reason(tmp_path: Path)
         assert "cannot be used now: b (the agent of b did not answer in 5 s)" in warning
         assert "did you mean" not in warning
         assert not found.gpus[-1].missing
+
+
+OWN = {**AB, "boss": replace(machine(2), is_own=True)}
+TWICE = "services: {m: {x-anvil: {gpus: ['0'], port: 1}}, n: {x-anvil: {hosts: boss, port: 1%s}}}"
+
+
+def test_the_gpus_of_this_machine_are_used_under_one_of_its_names(tmp_path: Path) -> None:
+    found = one(tmp_path, "hosts: any, gpus: ['0']", hosts=OWN, present=TWO_HERE)
+    assert places(found) == {"m.a": "a/0", "m.b": "b/0", "m.boss": "boss/0"}
+    assert "m" in places(one(tmp_path, "hosts: any", hosts=OWN, present=TWO_HERE)), "on its CPU"
+    (problem,) = files.problems(tmp_path, TWICE % ", gpus: ['1']", hosts=OWN, present=TWO_HERE)
+    assert "services.m.x-anvil.hosts: runs on GPUs of this machine, and so does n.boss" in problem
+    assert plain(tmp_path, TWICE % "", hosts=OWN, present=TWO_HERE)
 
 
 def test_it_is_the_same_backend_when_its_host_comes(tmp_path: Path) -> None:

@@ -179,11 +179,11 @@ def test_a_host_without_engines_is_lost_if_others_are_reached_else_later(house, 
 
 def test_a_host_that_only_loads_is_away_until_its_agent_is_back_or_has_been_silent_for_long(house):
     house.serving, house.loading, house.agent_answers = [], [A], False
-    assert house.turns(29.0) == [("away", "h", True)]
+    assert house.turns(58.0) == [("away", "h", True)]
     house.agent_answers, house.instance = True, 2
     assert house.turns(1.0) == [("away", "h", False)]
     house.agent_answers = False
-    assert [what for what, *_ in house.turns(32.0)] == ["away", "lost", "given up"]
+    assert [what for what, *_ in house.turns(62.0)] == ["away", "lost", "given up"]
 
 
 def test_a_host_whose_serving_engine_is_silent_is_lost_whatever_it_loads(house):
