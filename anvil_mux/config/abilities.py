@@ -381,6 +381,28 @@ def container_caveats(
     yield from _unpublished(service, port, USUAL_PORTS.get(engine, "PORT"))
 
 
+IDLE_SLEEP, IDLE_SLEEP_BY = "--sleep-idle-seconds", "LLAMA_ARG_SLEEP_IDLE_SECONDS"
+ROUTES = ("--models-dir", "--models-preset")
+ROUTES_BY = ("LLAMA_ARG_MODELS_DIR", "LLAMA_ARG_MODELS_PRESET")
+
+
+def llamacpp_caveats(
+    words: Sequence[str], variables: Mapping[str, str], evict_to: Sequence[str]
+) -> Iterator[str]:
+    """Warnings of a llama-server that has no model, or leaves its GPU by itself, with remedies."""
+    idle = [variables.get(IDLE_SLEEP_BY), *flag_values(words, IDLE_SLEEP)][-1]
+    if idle and not idle.startswith("-"):
+        said = f"{IDLE_SLEEP} has it leave its GPU without a word to anvil-mux; take it out"
+        line = f"x-anvil: {{ttl: {idle}s}}"
+        yield advice(said, line, f"write {line}", joint=", ", key=("x-anvil", "ttl"))
+    is_server = bool(words) and (words[0].startswith("-") or PurePosixPath(words[0]).name == "llama-server")
+    given = {word.partition("=")[0] for word in words}
+    is_router = bool(given & set(ROUTES)) or any(name in variables for name in ROUTES_BY)
+    if is_server and not (is_router or "sleep" in evict_to or _loads_a_model(words, variables)):
+        said = "its command names no model, so llama-server starts as a router without one"
+        yield advice(said, "command: ... -m FILE", "add -m FILE or -hf REPO", key=("command",))
+
+
 def dependency_caveats(service: RawService, models: Collection[str]) -> Iterator[str]:
     """Warnings of models on which a service depends."""
     if found := [name for name in depends_on(service) if name in models]:

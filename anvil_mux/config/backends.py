@@ -400,6 +400,9 @@ class _ServiceReader:
             else:
                 self._warn(abilities.prompt_caveats(backend.service))
         self._warn(abilities.command_caveats(described))
+        if backend.engine == "llamacpp":
+            words = service.argv(described)
+            self._warn(abilities.llamacpp_caveats(words, self._variables, backend.evict_to))
         if self._files.process:
             self._warn(abilities.process_caveats(described, backend.port))
         else:

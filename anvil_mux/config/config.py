@@ -154,7 +154,7 @@ class Backend:
     vram: int | None = _of_the_engine(
         None,
         machines.VRAM,
-        "How much memory it needs on each of its GPUs; measured: as much as it held when it was last "
+        "How much memory it needs on each of its GPUs; measured: the most that it held when it was "
         "evicted. By default it needs the whole GPU (see gpus.md).",
         fills=("vram", "vram_measured"),
         page="gpus.md#what-a-model-needs",

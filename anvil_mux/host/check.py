@@ -52,7 +52,8 @@ def gpus_by_vendor() -> list[VendorGpus]:
 
     nvidias, cards = gpus.nvidia_gpus(), gpus.amd_intel_gpus()
     driver = nvidias.driver and f"driver {nvidias.driver}"
-    found = [VendorGpus("NVIDIA", nvidias.listed, nvidias.why_none or driver)]
+    told = "; ".join(filter(None, (driver, *nvidias.problems)))
+    found = [VendorGpus("NVIDIA", nvidias.listed, nvidias.why_none or told)]
     for vendor, name in gpus.VENDOR_NAMES.items():
         own = tuple(each for each in cards.listed if each.id.startswith(vendor))
         unseen = bool(own) and not gpus.clients()[1]

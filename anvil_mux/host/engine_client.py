@@ -186,6 +186,23 @@ class EngineClient:
         return model_ids(foreign.read_or_none(self.ask("GET", self.engine.models)[1]))
 
     def _judge(self, ids: list[str]) -> NotReady | None:
+        flaw = self._lacks_model(ids)
+        if flaw and self.engine.names_file and self._is_router():
+            why = (
+                f"{self.place}: llama-server was started without a model, as a router, and does not list "
+                f"{self.model}: name one in its command (-m FILE, -hf REPO)"
+            )
+            return NotReady(why, is_final=True)
+        return flaw
+
+    def _is_router(self) -> bool:
+        """Whether it is a llama-server that loads models on request."""
+        match foreign.read_or_none(self.ask("GET", "/props")[1]):
+            case {"role": "router"}:
+                return True
+        return False
+
+    def _lacks_model(self, ids: list[str]) -> NotReady | None:
         if not ids:
             return NotReady(f"{self.place} lists no model yet")
         if any(self._means(reported) for reported in ids):

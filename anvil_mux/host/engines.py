@@ -191,6 +191,13 @@ class LlamaCpp(SleepApi):
         status = self._status(client)
         return None if status is None else status not in ("loaded", "loading")
 
+    def dozes(self, client: EngineClient) -> bool:
+        """Whether it has unloaded its model by itself (--sleep-idle-seconds); any request loads it again."""
+        match foreign.read_or_none(client.reply_to("GET", "/props")[1]):
+            case {"is_sleeping": True}:
+                return True
+        return False
+
     def _bring_to(self, client: EngineClient, path: str, wanted: str) -> None:
         status = self._status(client)
         if status == wanted:
@@ -211,6 +218,8 @@ class LlamaCpp(SleepApi):
                     match each:
                         case {"id": client.model, "status": {"failed": True}}:
                             return "failed"
+                        case {"id": client.model, "status": {"value": "sleeping"}}:
+                            return "loaded"  # its process runs, and any request wakes it
                         case {"id": client.model, "status": {"value": str(value)}}:
                             return value
         return None
@@ -461,6 +470,15 @@ def model_card(backend: Backend, url: str) -> ModelCard:
                 if status < 300:
                     card = card.over(cards.read(foreign.read_or_none(answer), client.model))
     return card
+
+
+def dozes(backend: Backend, url: str) -> bool:
+    """Return whether the engine has given up its memory by itself, until somebody asks it something."""
+    sleeps = ENGINES[backend.engine].sleeps
+    if not isinstance(sleeps, LlamaCpp):
+        return False
+    with client_of(backend, url, LOOK_TIMEOUT) as client:
+        return sleeps.dozes(client)
 
 
 def await_notice(backend: Backend, url: str) -> None:

@@ -90,6 +90,8 @@ class Gpus:
 
     readings: tuple[Reading, ...] = ()
     why_none: str | None = None
+    problems: tuple[str, ...] = ()
+    """A line for each GPU that is there and cannot be read, such as one that has left the bus."""
     driver: str = ""
     """The version of NVIDIA's driver ("570.86.15"), "" where it is not known."""
 
@@ -129,7 +131,7 @@ def probe(pids: Collection[int] | None = None, *, sensors: bool = False) -> Gpus
     parts = nvidia_gpus(sensors=sensors), amd_intel_gpus(pids=pids, sensors=sensors)
     readings = tuple(reading for part in parts for reading in part.readings)
     why_none = None if readings else "; ".join(part.why_none or "" for part in parts)
-    return Gpus(readings, why_none, parts[0].driver)
+    return Gpus(readings, why_none, parts[0].problems, parts[0].driver)
 
 
 def look() -> Gpus:
@@ -251,13 +253,18 @@ def nvidia_gpus(nvml: ModuleType | Any | None = pynvml, *, sensors: bool = False
         return Gpus(why_none="the Python package nvidia-ml-py is not installed")
     try:
         with _session(nvml):
-            count = nvml.nvmlDeviceGetCount()
-            readings = tuple(_nvml_reading(nvml, index, sensors=sensors) for index in range(count))
+            readings, problems = [], []
+            for index in range(nvml.nvmlDeviceGetCount()):
+                try:
+                    readings.append(_nvml_reading(nvml, index, sensors=sensors))
+                except nvml.NVMLError as error:
+                    problems.append(f"GPU {index} cannot be read: {error}")
             driver = _decoded(_answer(nvml, nvml.nvmlSystemGetDriverVersion) or "")
     except Exception as error:
         # Not only NVMLError: with a driver half removed the library itself breaks.
         return Gpus(why_none=f"NVML: {error}")
-    return Gpus(readings, None if readings else "NVML reports no GPU", driver)
+    why_none = None if readings else "; ".join(problems) or "NVML reports no GPU"
+    return Gpus(tuple(readings), why_none, tuple(problems), driver)
 
 
 LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}

@@ -164,15 +164,25 @@ class Swapper:
         """Evict to the standby level ``level``, or to a deeper one."""
         held = self._held(backend, resident=True)
         died = self.ended(backend)
+        if not died and self._dozes(backend):
+            # What it holds now is not what it needs, and to save its prompts would wake it.
+            return replace(self._stop_or_kill(backend, held), freed={})
         if level != "stop" and not died:
             if evicted := self._in_standby(backend, level, self._levels[level].evict, held):
                 return evicted
             died = self.ended(backend)
         if not died:
             self._save_prompts(backend)
-            self._await_notice(backend)
+            with suppress(MuxError):
+                engines.await_notice(backend, self.url(backend))
         lines = tuple(self.log_tail(backend)) if died else ()
         return replace(self._stop_or_kill(backend, held), died=died or "", log=lines)
+
+    def _dozes(self, backend: Backend) -> bool:
+        """Return whether its engine has given up its memory by itself."""
+        with suppress(MuxError):
+            return engines.dozes(backend, self.url(backend))
+        return False
 
     def stop(self, backend: Backend) -> None:
         """Stop a backend however it is, without a look at its GPUs; first a load of it ends."""
@@ -192,7 +202,8 @@ class Swapper:
     def _await_notice(self, backend: Backend) -> None:
         """Let its engine notice that those who were cut have left: until then a signal may not end it."""
         with suppress(MuxError):
-            engines.await_notice(backend, self.url(backend))
+            if not self._dozes(backend):  # the question would wake it
+                engines.await_notice(backend, self.url(backend))
 
     def demote(self, backend: Backend, before: str, level: str) -> Evicted:
         """Move a backend from level ``before`` to ``level`` without waking; if that fails, stop it.

@@ -150,7 +150,7 @@ class LocalHost:
         self._prompts = PromptCache(kept=self._prompts_kept, state=state)
         self._swapper = Swapper(
             runtime,
-            probe=gpus.probe if found.readings else None,
+            probe=gpus.probe if described is None else None,  # a driver may come later
             report=report or self._took,
             note=self._notes.note_level,
             prompts=self._prompts,
@@ -162,7 +162,7 @@ class LocalHost:
         self._load_logs = LoadLogs(self._swapper.log_tail, self._board.put)
         self._cards = CardReader(self._board.put)
         self._gpu_monitor = GpuMonitor(_used(config), runtime.owner, lambda s: self._board.put(GpusRead(s)))
-        self._is_to_monitor = bool(found.readings)
+        self._is_to_monitor = described is None
         """Whether the GPU monitor begins once it is known what runs."""
         self._backends = {backend.name: backend for backend in config.backends}
         """Each backend as it was last started, also those that went."""

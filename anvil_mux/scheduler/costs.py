@@ -228,14 +228,16 @@ class Footprints:
         host_bytes: int = 0,
         described: str = "",
     ) -> None:
-        """The backend left its GPUs by this way; ``freed`` is what it gave back, where that was read.
+        """Learn what a backend held that left its GPUs; the most that it ever held is what counts.
 
-        ``described``: the digest of its service's description.
+        ``freed``: what it gave back, where that was read. ``described``: the digest of its service's
+        description.
         """
         if not freed and not host_bytes:
             return
         left = {gpu: residual.get(gpu, 0) for gpu in freed}
-        held = {gpu: amount + left[gpu] for gpu, amount in freed.items()}
+        most = self.held(backend, described)
+        held = {gpu: max(amount + left[gpu], most.get(gpu, 0)) for gpu, amount in freed.items()}
         old = self._known.pop((backend, way), None)
         times = old.times + 1 if old else 1
         self._remember(
@@ -243,7 +245,7 @@ class Footprints:
         )
 
     def held(self, backend: str, described: str = "") -> Mapping[str, int]:
-        """GPU id -> the bytes that a backend held when it last left; empty where that was never read.
+        """GPU id -> the most bytes that a backend was seen to hold; empty where that was never read.
 
         What was measured before its service was ``described`` as it is now counts no more.
         """

@@ -469,6 +469,35 @@ def test_a_command_that_runs_a_container_is_known(words: tuple[str, ...], progra
     assert labelled == words or labelled[labelled.index("run") :] == ("run", "--label", "a=b", "x")
 
 
+@pytest.mark.parametrize(
+    ("command", "rest", "warned"),
+    [
+        ("llama-server --port $$PORT", "", "names no model, so llama-server starts as a router"),
+        ("llama-server --port $$PORT -m /x.gguf", "", ""),
+        ("llama-server --port $$PORT -hf org/x", "", ""),
+        ("llama-server --port $$PORT --models-dir /m", "", ""),
+        ("llama-server --port $$PORT", "environment: {LLAMA_ARG_MODEL: /x}", ""),
+        ("llama-server --port $$PORT", "environment: {LLAMA_ARG_MODEl: /x}", "names no model"),
+        ("./my-llama-server.sh $$PORT", "", ""),
+        ("llama-server --port $$PORT -m /x --sleep-idle-seconds 90", "", "write x-anvil: {ttl: 90s}"),
+        ("llama-server --port $$PORT -m /x --sleep-idle-seconds -1", "", ""),
+        (
+            "llama-server --port $$PORT -m /x",
+            "environment: {LLAMA_ARG_SLEEP_IDLE_SECONDS: 60}",
+            "{ttl: 60s}",
+        ),
+    ],
+)
+def test_a_llama_server_without_a_model_or_that_dozes_is_warned_of(
+    tmp_path: Path, command: str, rest: str, warned: str
+) -> None:
+    own = f"command: {command}, x-anvil: {{gpus: []}}, {rest}"
+    found = plain(tmp_path, f"x-anvil: {{runtime: process}}\nservices: {{a: {{{own}}}}}")
+    told = [text for text in found.warnings if "llama-server starts" in text or "sleep-idle" in text]
+    assert bool(told) == bool(warned)
+    assert warned in "".join(told)
+
+
 def test_a_process_that_runs_a_container_is_warned_of(tmp_path: Path) -> None:
     warnings = plain(
         tmp_path, "x-anvil: {runtime: process}\nservices: {a: {command: docker run --rm x}}"

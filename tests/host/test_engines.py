@@ -449,3 +449,23 @@ def test_every_engine_has_absolute_routes_and_a_port():
 def test_the_port_is_the_backends_or_else_the_engines():
     assert listen_port(VLLM) == 8000
     assert listen_port(Backend(name="s", model="s", engine="sglang", port=8001)) == 8001
+
+
+@pytest.mark.parametrize("listed", [(), ("other",)])
+def test_a_llama_server_without_a_model_fails_at_once(listed):
+    router = {"GET_/v1/models": serving(*listed), "GET_/props": (200, {"role": "router"})}
+    why = why_not(llamacpp(), seconds=600.0, **HEALTHY, **router)
+    assert "started without a model, as a router, and does not list tiny: name one" in why
+
+
+def test_a_router_that_lists_the_model_is_ready():
+    router = {"GET_/v1/models": serving("tiny"), "GET_/props": (200, {"role": "router"})}
+    found_ready(llamacpp(), **HEALTHY, **router)
+
+
+def test_a_child_of_a_router_that_sleeps_is_loaded():
+    child = {"data": [{"id": "tiny", "status": {"value": "sleeping"}}]}
+    with engine(**{"GET_/models": (200, child)}) as stub:
+        assert engines.is_asleep(llamacpp(), stub.url) is False
+        engines.wake(llamacpp(), stub.url, 1)
+    assert "POST /models/load" not in stub.seen

@@ -106,6 +106,18 @@ def test_a_gpu_tells_memory_and_processes():
     assert first.free == 4 << 30
 
 
+def test_a_gpu_that_is_lost_hides_no_other():
+    class Lost(Nvml):
+        def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+            if index == 0:
+                raise self.NVMLError("GPU is lost")
+            return index
+
+    found = nvidia_gpus(Lost())
+    assert [gpu.id for gpu in found.listed] == ["1"]
+    assert (found.why_none, found.problems) == (None, ("GPU 0 cannot be read: GPU is lost",))
+
+
 def test_what_the_driver_keeps_for_itself_is_no_memory_of_the_gpu():
     class Newer(Nvml):
         nvmlMemory_v2 = 2
@@ -209,7 +221,8 @@ def test_a_gpu_that_is_lost_during_the_probe_is_no_error():
             raise self.NVMLError("GPU is lost")
 
     nvml = Lost()
-    assert nvidia_gpus(nvml) == Gpus((), "NVML: GPU is lost")
+    lost = tuple(f"GPU {index} cannot be read: GPU is lost" for index in (0, 1))
+    assert nvidia_gpus(nvml) == Gpus((), "; ".join(lost), lost, "570.86.15")
     assert nvml.open == 0
 
 

@@ -12,12 +12,15 @@ from anvil_mux import clock
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.service import Service, mounts_of_process
 from anvil_mux.errors import BackendError, Cancelled, LoadError
+from anvil_mux.host import gpus
+from anvil_mux.host.gpus import Gpus, Reading
 from anvil_mux.host.local import LocalHost
 from anvil_mux.host.prompts import PromptFiles
 from anvil_mux.host.seam import (
     Awake,
     Evicted,
     HostConfig,
+    HostGpu,
     Inventory,
     PhaseTook,
     PromptsKept,
@@ -232,3 +235,17 @@ def test_weights_are_read_ahead_by_name_and_that_is_news(uncached, host):
     assert (read.backend, read.size) == ("a", 1 << 20)
     with CachedFile(path) as cached:
         assert cached.missing() == []
+
+
+def test_a_driver_that_comes_after_the_start_is_seen(tmp_path, monkeypatch):
+    found = [Gpus(why_none="NVML: Driver Not Loaded")]
+    monkeypatch.setattr(gpus, "probe", lambda pids=None, **_: found[0])
+    config = HostConfig((Backend("a", "a", gpus=("0",)),), project="late", runtime="process")
+    host = LocalHost(config, environ={"XDG_STATE_HOME": str(tmp_path)})
+    try:
+        found[0] = Gpus((Reading(HostGpu("0", "GPU-0", "x", 24), 20),))
+        host.running()
+        (news,) = host.news(0, GUARD)
+        assert (news.what.gpu_uses["0"].used, news.what.gpu_uses["0"].total) == (20, 24)
+    finally:
+        host.close()

@@ -443,7 +443,12 @@ def test_an_engine_without_prompt_cache_is_asked_nothing(engine, backend, cache,
     plain = replace(backend, prompt_cache=None)
     swapper.load(plain)
     swapper.evict(plain)
-    assert engine.seen == ["/health", "/v1/models", "/slots"]  # whether it works for somebody who left
+    assert engine.seen == [
+        "/health",
+        "/v1/models",
+        "/props",
+        "/slots",
+    ]  # whether it works for somebody who left
     assert not engine.folder.exists()
 
 

@@ -273,7 +273,17 @@ def test_a_llama_server_is_stopped_once_it_has_noticed_that_its_clients_left(end
         runtime.running = lambda: {"a": stub.url}
         runtime.stop = lambda backend: stub.seen.append("stop")
         end(Swapper(runtime), replace(BACKEND, engine="llamacpp"))
-    assert stub.seen == ["GET /slots"] * 3 + ["stop"]
+    assert stub.seen == ["GET /props", *["GET /slots"] * 3, "stop"]
+
+
+@pytest.mark.parametrize("end", [Swapper.evict, Swapper.stop])
+def test_a_llama_server_that_dozes_is_stopped_without_waking_it(end):
+    with engine(**{"GET_/props": (200, {"is_sleeping": True})}) as stub:
+        runtime = Notes(stub.url)
+        runtime.running = lambda: {"a": stub.url}
+        end(Swapper(runtime), replace(BACKEND, engine="llamacpp"))
+    assert set(stub.seen) == {"GET /props"}
+    assert "stop" in runtime.calls
 
 
 def test_one_that_does_not_notice_is_stopped_all_the_same(monkeypatch):

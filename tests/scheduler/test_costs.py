@@ -205,3 +205,14 @@ def test_what_was_kept_under_another_description_counts_no_more():
     prints.learn("a", "sleep", {}, {}, host_bytes=16, described="one")
     assert prints.in_standby("a", "sleep", "one").host_bytes == 16
     assert prints.in_standby("a", "sleep", "another") is None
+
+
+def test_the_most_that_a_backend_held_is_what_counts():
+    footprints = Footprints()
+    footprints.learn("a", "stop", {"0": 9}, {}, described="d")
+    footprints.learn("a", "stop", {"0": 4}, {}, described="d")
+    footprints.learn("a", "sleep", {"0": 5}, {"0": 1}, described="d")
+    assert footprints.held("a", "d") == {"0": 9}
+    assert footprints.in_standby("a", "sleep", "d").residual == {"0": 1}
+    footprints.learn("a", "stop", {"0": 4}, {}, described="changed")
+    assert footprints.held("a", "changed") == {"0": 4}
