@@ -44,6 +44,8 @@ class Route:
     """When it is translated. always: no engine has it. missing: where the engine does not have it."""
     upgrades: bool = False
     """Whether it becomes a websocket."""
+    shows_prompts: bool = False
+    """Whether its answer may hold prompts of other clients; a key needs ``admin`` for it, as for logs."""
 
     @property
     def label(self) -> str:
@@ -92,7 +94,8 @@ _POST: tuple[tuple[Route, str], ...] = (
     (Route("ollama", "json", translated="always"), "/api/embed /api/embeddings"),
 )
 _GET: tuple[tuple[Route, str], ...] = (
-    (Route("llamacpp", "query"), "/props /slots /lora-adapters"),
+    (Route("llamacpp", "query"), "/props /lora-adapters"),
+    (Route("llamacpp", "query", shows_prompts=True), "/slots"),
     (Route("openai", "query"), "/sdapi/v1/loras /v1/audio/voices"),
     (Route("openai", "query", upgrades=True), "/v1/realtime"),
 )

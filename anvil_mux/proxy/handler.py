@@ -118,7 +118,8 @@ class Handler:
         else:
             record.route = context.route.label
         try:
-            key = access.check(context, row.right if row else ANY_KEY)
+            right = row.right if row else ADMIN if context.route.shows_prompts else ANY_KEY
+            key = access.check(context, right)
             client.is_known = client.is_known or key is not None or not access.hides_keys
             if key:
                 context = reply.context = access.context(

@@ -257,6 +257,9 @@ class Questions:
                 raise Moved("The page of its engine is here", f"{quote(request.path, safe='/%')}/")
             if not access.may_use(context.key, model):  # but a preset of it, which the engine does not know
                 raise Forbidden(f"this API key may use {name}, but not all of {model}, as /upstream/ does")
+            route = api.match(request.method, path.rstrip("/"))
+            if route and route.shows_prompts and context.key and not context.key.admin:
+                raise Forbidden(f"this API key may not use {path}: that needs a key with `admin`")
             backends = [each for each in access.config.backends if each.model == model]
             if not all(_offers(each, context, path) for each in backends):
                 pages = "" if context.shows_pages else "; pages have a port of their own (pages_port)"

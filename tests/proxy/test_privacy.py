@@ -103,3 +103,13 @@ def test_open_circuit_reason_quotes_no_answer_to_another_client(world):  # noqa:
     assert "the engine of gpt answered 400" in other.json["error"]
     assert "swordfish" not in other.json["error"]
     assert "swordfish" not in json.dumps(rig.json(b"/healthz", shows(STATE)))
+
+
+@pytest.mark.parametrize("path", [b"/slots?model=a", b"/upstream/a/slots"])
+@pytest.mark.parametrize(("key", "status"), [(ADMIN, 200), (BOB, 403)])
+def test_slots_of_an_engine_with_their_prompts_are_for_admins(shared, path, key, status):
+    shared.engine.answer = lambda _: JSON_OK
+    assert shared.ask(CHAT, extra=shows(ADMIN)).status == 200
+    heard = shared.engine.answers()
+    assert shared.get(path, extra=shows(key)).status == status
+    assert len(heard) == (status == 200)
