@@ -11,7 +11,8 @@ A ``CountedRow`` is one that is counted in.
 
 The phases of a swap belong to the model that goes through them: a victim's are drain, save (of its prompts),
 evict, verify (until its memory is really free) and freeze; cooldown (the policy held the swap back, and the
-victims served on), load, ready (until its engine answers), restore (of its prompts) and probe (a first token)
+victims served on), depends_on (services that its engine needs), load,
+ready (until its engine answers), restore (of its prompts) and probe (a first token)
 are those of the model that comes. Of one model they follow one another; of several victims they run side by
 side. Events tell of cooldown and drain, host/levels.py of the others, those of attempts that failed too.
 
@@ -237,8 +238,8 @@ class Metrics:
         text = "Time that the GPU spent in swaps, from the first drain to the end of the load."
         self._gpu_swap_seconds = self._row(float, "anvil_gpu_swap_seconds", text, "gpu")
         text = (
-            "Duration of the phases of a swap: cooldown, drain, save, evict, verify, freeze, load, ready, "
-            "restore, probe."
+            "Duration of the phases of a swap: cooldown, drain, save, evict, verify, freeze, depends_on, "
+            "load, ready, restore, probe."
         )
         self._phases = self._row(Histogram, "anvil_swap_phase_seconds", text, "model phase")
         text = "Weights that were read into the page cache while requests waited for the load to begin."
