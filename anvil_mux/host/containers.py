@@ -121,8 +121,8 @@ class ContainerRuntime:
             else config
         )
 
-    def watch(self, died: Callable[[str], None]) -> None:
-        self._project.watch(died)
+    def watch(self, tell: Callable[[str, str], object]) -> None:
+        self._project.watch(tell)
 
     def problem(self) -> str:
         return self._project.problem
@@ -189,11 +189,15 @@ class ContainerRuntime:
 
     def start(self, backend: Backend) -> str:
         self._check_engine()
+        known = self._project.known(backend.name)
+        known.is_moving, known.is_frozen = True, False
         try:
             return self._start(backend)
         except MuxError:
             self._note_unstarted(backend)
             raise
+        finally:
+            known.is_moving = False
 
     def _note_unstarted(self, backend: Backend) -> None:
         """Note that its log is an earlier run's, unless it runs all the same."""
@@ -216,6 +220,9 @@ class ContainerRuntime:
             )
         except Gone:
             # `docker compose down` took the container or its network, or it can never be started again.
+            container = self._started(self._create(backend, anew=True))
+        if container.is_cut_off:  # it is made with its networks again
+            self._project.end(container, None)
             container = self._started(self._create(backend, anew=True))
         url = self._url(container, backend)
         self._project.started(backend, container)
@@ -377,17 +384,24 @@ class ContainerRuntime:
         self._end(backend, None)
 
     def _end(self, backend: Backend, grace: float | None) -> None:
-        self._project.release(backend)
-        container = self._project.find(backend)
-        if container is not None:
-            self._project.end(container, grace)
+        known = self._project.known(backend.name)
+        known.is_moving = True
+        try:
+            self._project.release(backend)
+            container = self._project.find(backend)
+            if container is not None:
+                self._project.end(container, grace)
+        finally:
+            known.is_moving = known.is_frozen = False
         self._project.forget(backend)
 
     def pause(self, backend: Backend) -> None:
+        self._project.known(backend.name).is_frozen = True
         self._engine.pause(self._running(backend).id)
 
     def resume(self, backend: Backend) -> None:
         container = self._running(backend)
+        self._project.known(backend.name).is_frozen = False
         if container.status == "paused":
             self._engine.unpause(container.id)
 
@@ -413,6 +427,7 @@ class ContainerRuntime:
             restarting = container.status == "restarting"
             urls[name] = "" if restarting else self._url(container, backend) or ""
             self._project.found(backend, container)
+        self._project.has_looked = True
         return urls
 
     def ended(self, backend: Backend) -> str | None:

@@ -42,7 +42,7 @@ from urllib.parse import quote, urlencode, urlsplit
 from anvil_mux.clock import count_in
 from anvil_mux.command import without_keys
 from anvil_mux.errors import BackendError
-from anvil_mux.protocol.foreign import Lines, read_or_none
+from anvil_mux.protocol.foreign import Lines, read_object, read_or_none
 from anvil_mux.state import text_of
 
 ASK_TIMEOUT = 20.0
@@ -59,6 +59,8 @@ MOMENT = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?(Z|[+-]\d\d:\d\d)"
 """Docker's moments are UTC to the nanosecond; Podman's are of its time zone."""
 LATELY = 600.0
 END_SIGNALS = frozenset({"2", "3", "9", "15"})
+SHARED_NETWORKS = ("container:", "ns:", "slirp4netns", "pasta")
+"""The beginnings of network modes that have no network of the engine's own."""
 LONG_ID = re.compile(r"[0-9a-f]{64}")
 Readable = http.client.HTTPResponse | io.BytesIO
 
@@ -84,6 +86,8 @@ class Container:
     ports: tuple[tuple[str, str, int], ...] = ()
     """The published ports: (port inside, such as 8080/tcp; address; port outside)."""
     ips: tuple[str, ...] = ()
+    is_cut_off: bool = False
+    """Whether it has lost the networks that it was made with."""
     tty: bool = False
     wants_ports: tuple[tuple[str, int], ...] = ()
     """The addresses and ports on the host that its description names."""
@@ -170,6 +174,7 @@ def read_container(found: Mapping[str, Any]) -> Container:
         ips=tuple(
             each["IPAddress"] for each in (network.get("Networks") or {}).values() if each.get("IPAddress")
         ),
+        is_cut_off=_is_cut_off(str(host.get("NetworkMode") or ""), network),
         tty=bool(config.get("Tty")),
         wants_ports=tuple((ip, port) for _, ip, port in _bindings(wanted) if port),
         wants_devices=bool(host.get("DeviceRequests")),
@@ -183,6 +188,12 @@ def read_container(found: Mapping[str, Any]) -> Container:
         hash=_compose_hash(labels, host),
         compose=labels.get(f"{LABEL}.version", ""),
     )
+
+
+def _is_cut_off(mode: str, network: Mapping[str, Any]) -> bool:
+    """Return whether a container that was made with a network is in none: somebody disconnected it."""
+    has_own = mode not in ("", "host", "none") and not mode.startswith(SHARED_NETWORKS)
+    return has_own and "Networks" in network and not network["Networks"]
 
 
 def _bindings(ports: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
@@ -368,10 +379,14 @@ class ContainerEngine:
         )
         return Stream(connection, _pieces(container, response))
 
-    def deaths(self, project: str, since: float) -> Stream:
-        """A line for each end of a container of the project; see ``read_death``."""
+    def events(self, since: float) -> Stream:
+        """Return a line for each event of a container of any project, see ``read_event``.
+
+        Events of networks have no label of a project, so all are read.
+        """
         # Podman's filters call an end died, and its events call it die.
-        filters = _filters(type=["container"], event=["die", "died"], label=[f"{LABEL}.project={project}"])
+        wanted = ["start", "die", "died", "pause", "unpause", "disconnect"]
+        filters = _filters(type=["container", "network"], event=wanted)
         connection, response = self._request(
             "GET", _path("/events", since=f"{since:.6f}", filters=filters), ASK_TIMEOUT
         )
@@ -480,15 +495,36 @@ class ContainerEngine:
         return Unreachable(f"Docker at {self.endpoint.address} did not answer {what}: {why}. {START_IT}")
 
 
-def read_death(line: str) -> tuple[str, int | None]:
-    """The id of the container that ended, and its exit code if the event has it."""
-    try:
-        event = json.loads(line)
-        actor = event["Actor"]
-        code = str((actor.get("Attributes") or {}).get("exitCode", ""))
-        return str(actor["ID"]), int(code) if code.isdecimal() else None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return "", None
+class ContainerEvent(NamedTuple):
+    """An event of a container, as its engine tells it."""
+
+    kind: str
+    """``start``, ``die``, ``pause``, ``unpause`` or ``disconnect``; "": the line was none of them."""
+    id: str = ""
+    project: str = ""
+    service: str = ""
+    number: int = 1
+    code: int | None = None
+    """The exit code of one that ended, if the event has it."""
+
+
+def read_event(line: str) -> ContainerEvent:
+    """Read a line of ``ContainerEngine.events``."""
+    event = read_object(line) or {}
+    actor = event.get("Actor")
+    attributes = actor.get("Attributes") if isinstance(actor, dict) else None
+    told = {name: str(value) for name, value in attributes.items()} if isinstance(attributes, dict) else {}
+    kind = {"died": "die"}.get(str(event.get("Action")), str(event.get("Action")))
+    if not isinstance(actor, dict) or kind not in ("start", "die", "pause", "unpause", "disconnect"):
+        return ContainerEvent("")
+    return ContainerEvent(
+        kind,
+        told.get("container", "") if kind == "disconnect" else str(actor.get("ID", "")),
+        told.get(f"{LABEL}.project", ""),
+        told.get(f"{LABEL}.service", ""),
+        count_in(told.get(f"{LABEL}.container-number", "1")) or 1,
+        count_in(told.get("exitCode", "")),
+    )
 
 
 def _what(method: str, path: str) -> str:

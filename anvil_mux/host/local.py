@@ -72,6 +72,8 @@ from anvil_mux.host.seam import (
     PromptsKept,
     Runtime,
     ServiceEnded,
+    ServicePaused,
+    ServiceStarted,
     Unfit,
     WeightsRead,
 )
@@ -158,7 +160,7 @@ class LocalHost:
         )
         self._adopter = Adopter(self._swapper, self._notes)
         self._read_ahead = ReadAhead(self._weights, lambda *read: self._board.put(WeightsRead(*read)))
-        self._watch = Worker("watch", lambda: self.runtime.watch(self._died))
+        self._watch = Worker("watch", lambda: self.runtime.watch(self._heard))
         self._load_logs = LoadLogs(self._swapper.log_tail, self._board.put)
         self._cards = CardReader(self._board.put)
         self._gpu_monitor = GpuMonitor(_used(config), runtime.owner, lambda s: self._board.put(GpusRead(s)))
@@ -171,6 +173,8 @@ class LocalHost:
         self._unseen: str | None = ""
         """Why it could never be seen what runs, "" if that was not asked: nothing is started before; None: it
         was seen."""
+        self._paused: frozenset[str] = frozenset()
+        """The backends that somebody else has paused."""
         self._loads: dict[str, int] = {}
         """Backend -> the number of the load that brought it up; without those that were adopted."""
 
@@ -275,6 +279,7 @@ class LocalHost:
         with self._read_ahead.pausing(), reading:
             loaded = self._swapper.load(backend, level, number)
         self._loads[backend.name] = number
+        self._note_paused(backend.name, is_paused=False)
         self._cards.order(backend, loaded.url)
         return loaded
 
@@ -364,7 +369,23 @@ class LocalHost:
         tokens, size = sum(each.tokens for each in prompts), sum(each.size for each in prompts)
         self._board.put(PromptsKept(backend, len(prompts), tokens, size))
 
+    def _heard(self, event: str, name: str) -> None:
+        """Make news of what happened to a service, see ``seam.Runtime.watch``."""
+        match event:
+            case "ended":
+                self._died(name)
+            case "started":
+                self._board.put(ServiceStarted(name))
+            case "paused" | "resumed":
+                self._note_paused(name, is_paused=event == "paused")
+
+    def _note_paused(self, name: str, *, is_paused: bool) -> None:
+        if is_paused != (name in self._paused):
+            self._paused = self._paused ^ {name}
+            self._board.put(ServicePaused(name, is_paused))
+
     def _died(self, name: str) -> None:
+        self._note_paused(name, is_paused=False)
         load = self._loads.get(name, 0)
         backend = self._backends.get(name)
         if backend is None:
@@ -373,11 +394,11 @@ class LocalHost:
             why = self.runtime.ended(backend)
         except MuxError as error:
             why = error.message
-        if why:  # else it was started again and holds its GPU; a request will see whether it answers
-            lines: Sequence[str] = ()
-            with suppress(Exception):  # that it ended is known without
-                lines = self.log_tail(backend)
-            self._board.put(ServiceEnded(name, why, tuple(lines), load))
+        lines: Sequence[str] = ()
+        with suppress(Exception):  # that it ended is known without
+            lines = self.log_tail(backend)
+        why = why or "ended, and somebody started it again"
+        self._board.put(ServiceEnded(name, why, tuple(lines), load))
 
 
 class CardReader:

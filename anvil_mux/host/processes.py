@@ -322,7 +322,7 @@ class ProcessRuntime:
             if part:
                 yield _text(part)
 
-    def watch(self, died: Callable[[str], None]) -> None:
+    def watch(self, tell: Callable[[str, str], object]) -> None:
         try:
             self._records.make_room(self._names)
         except BackendError as error:
@@ -336,7 +336,7 @@ class ProcessRuntime:
                 trim(self._log_file(name))
             for name in self._ended_of(up):
                 if not self._closed.is_set():
-                    self._judge(name, up[name], died)
+                    self._judge(name, up[name], tell)
 
     def reconfigure(self, config: HostConfig) -> None:
         try:
@@ -398,7 +398,7 @@ class ProcessRuntime:
             os.eventfd_read(self._waker)
         return [names[fd] for fd in ready if fd in names]
 
-    def _judge(self, name: str, record: RunRecord, died: Callable[[str], None]) -> None:
+    def _judge(self, name: str, record: RunRecord, tell: Callable[[str, str], object]) -> None:
         with self._lock:
             if self._up.get(name) != record:
                 return
@@ -410,7 +410,7 @@ class ProcessRuntime:
             if self._up.get(name) != record:
                 return
             del self._up[name]
-        died(name)
+        tell("ended", name)
 
     # Processes
 

@@ -21,6 +21,7 @@ took along is found by comparing when it is back.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -40,17 +41,21 @@ from anvil_mux.host.docker_api import (
     ALIVE,
     Container,
     ContainerEngine,
+    ContainerEvent,
     Stream,
     Unreachable,
     find_endpoint,
-    read_death,
+    read_event,
 )
 from anvil_mux.host.seam import HostConfig
 
 CREATE_TIMEOUT = 120.0
 ASK_TIMEOUT = 20.0
+log = logging.getLogger(__name__)
+
 COMPOSE = ("docker", "compose", "--ansi", "never")
 RELEASE = re.compile(r"v?(\d{1,9})\.(\d{1,9})\.(\d{1,9})")
+CUT_OFF = "lost its network: somebody disconnected its container"
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0
 """Seconds between two attempts to follow the engine's events."""
 
@@ -58,6 +63,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0
 # Commands
 
 
+Tell = Callable[[str, str], object]
+"""Takes an event, see ``seam.Runtime.watch``, and the name of the backend."""
 Run = Callable[[Sequence[str], float], Done]
 """Runs a command to its end, within so many seconds."""
 
@@ -134,6 +141,10 @@ class KnownContainer:
     """The Unix time at which we last had it started."""
     unstarted: tuple[str, str] | None = None
     """The run before a start that came to nothing."""
+    is_moving: bool = False
+    """Whether we are starting or ending it: an event of that is no news."""
+    is_frozen: bool = False
+    """Whether it is frozen because we froze it."""
 
 
 class Project:
@@ -152,6 +163,8 @@ class Project:
         self._known: dict[str, KnownContainer] = {}
         self._owners: dict[str, str] = {}  # container that ran -> its backend
         self._events: Stream | None = None
+        self.has_looked = False
+        """Whether it is known what ran before this program: from then on a start that is not ours is news."""
 
     def reconfigure(self, config: HostConfig) -> None:
         with self._lock:
@@ -278,16 +291,16 @@ class Project:
                 places[name] = each
         return places
 
-    # Deaths
+    # Events
 
-    def watch(self, died: Callable[[str], None]) -> None:
+    def watch(self, tell: Tell) -> None:
         pause = FIRST_PAUSE
         while not self._closed.is_set():
             try:
                 since = time.time()
-                self._compare(died)
+                self._compare(tell)
                 pause, self.problem = FIRST_PAUSE, ""
-                self._follow_events(since, died)
+                self._follow_events(since, tell)
             except MuxError as error:
                 self.problem = error.message
             self._closed.wait(pause)
@@ -299,30 +312,79 @@ class Project:
             if self._events:
                 self._events.interrupt()
 
-    def _compare(self, died: Callable[[str], None]) -> None:
-        """Report whatever ended while nobody followed the events."""
+    def _compare(self, tell: Tell) -> None:
+        """Report whatever began or ended while nobody followed the events."""
         with self._lock:
             before = {name: known.run for name, known in self._known.items() if known.run}
         runs = {name: container.run for name, container in self.alive().items()}
         for name, run in before.items():
             if runs.get(name) != run:
-                self._judge(name, died)
+                self._judge(name, tell)
+        for name in runs.keys() - before.keys():
+            self._judge_start(name, tell)
 
-    def _follow_events(self, since: float, died: Callable[[str], None]) -> None:
-        with self._engine.deaths(self.config.project, since) as events:
+    def _follow_events(self, since: float, tell: Tell) -> None:
+        with self._engine.events(since) as events:
             try:
                 with self._lock:
                     self._events = events
                 if not self._closed.is_set():
                     for line in events:
-                        id, code = read_death(line)
-                        if owner := self.owner(id):
-                            self._judge(owner, died, code)
+                        event = read_event(line)
+                        if name := self._concerned(event):
+                            self._heed(event, name, tell)
             finally:
                 with self._lock:
                     self._events = None
 
-    def _judge(self, name: str, died: Callable[[str], None], code: int | None = None) -> None:
+    def _concerned(self, event: ContainerEvent) -> str | None:
+        """Return the backend whose container an event is of; None if it is none of ours."""
+        if name := self.owner(event.id):
+            return name
+        backends = self._backends.values() if event.project == self.config.project else ()
+        of_service = [each for each in backends if each.service_name == event.service]
+        numbered = [each.name for each in of_service if each.service.number == event.number]
+        return next(iter(numbered or [each.name for each in of_service]), None)
+
+    def _heed(self, event: ContainerEvent, name: str, tell: Tell) -> None:
+        known = self.known(name)
+        match event.kind:
+            case "die":
+                known.is_frozen = False
+                self._judge(name, tell, event.code)
+            case "start":
+                self._judge_start(name, tell)
+            case "disconnect":
+                self._judge(name, tell)
+            case "pause" if known.run and not known.is_frozen:
+                tell("paused", name)
+            case "unpause" if known.run and known.is_frozen and not known.is_moving:
+                self._freeze_again(name)
+            case "unpause" if known.run:
+                tell("resumed", name)
+
+    def _freeze_again(self, name: str) -> None:
+        """Freeze a container in standby that somebody else has thawed: its GPUs may be another's by now."""
+        backend = self.backend(name)
+        container = self.find(backend) if backend else None
+        if container is not None and container.status == "running" and self.known(name).is_frozen:
+            log.warning("%s is in standby and was unpaused by hand: it is paused again", name)
+            self._engine.pause(container.id)
+
+    def _judge_start(self, name: str, tell: Tell) -> None:
+        """Report a backend whose container was started by somebody else."""
+        known, backend = self.known(name), self.backend(name)
+        if known.is_moving or backend is None or not self.has_looked or self._closed.is_set():
+            return
+        if known.run is not None:
+            self._judge(name, tell)
+            return
+        container = self.find(backend)
+        is_ours = known.is_moving or known.run is not None
+        if container is not None and container.status in ALIVE and not is_ours:
+            tell("started", name)
+
+    def _judge(self, name: str, tell: Tell, code: int | None = None) -> None:
         """Report the backend unless the run that we answer for goes on; a revived one is stopped first.
 
         ``code``: with which it ended, as the engine's event has it.
@@ -333,17 +395,19 @@ class Project:
             return
         container = self.find(backend)
         if container is not None and container.status in ALIVE:
-            if container.run == run and container.status != "restarting":
+            if container.run == run and container.status != "restarting" and not container.is_cut_off:
                 return
             self.end(container, backend.stop_timeout)
-            if code is not None:
+            if container.is_cut_off:
+                known.revived, known.digest = CUT_OFF, ""
+            elif code is not None:
                 ended = how_it_ended(replace(container, status="exited", exit_code=code))
                 known.revived = f"{ended}, and Docker had started it again"
         with self._lock:
             if known.run != run:
                 return
             known.run = None
-        died(name)
+        tell("ended", name)
 
 
 # Images

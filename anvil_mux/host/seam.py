@@ -235,6 +235,19 @@ class ServiceEnded(NamedTuple):
     """The number of the load that had brought it up; 0: it ran before, and was adopted."""
 
 
+class ServiceStarted(NamedTuple):
+    """The service of a backend was started by somebody else."""
+
+    backend: str
+
+
+class ServicePaused(NamedTuple):
+    """The service of a backend was paused by somebody else, or resumed."""
+
+    backend: str
+    is_paused: bool
+
+
 class GpusRead(NamedTuple):
     """The use of all GPUs; each one replaces the one before."""
 
@@ -290,7 +303,17 @@ class WeightsRead(NamedTuple):
     seconds: float
 
 
-AnyNews = ServiceEnded | GpusRead | LoadStage | PhaseTook | PromptsKept | CardRead | WeightsRead
+AnyNews = (
+    ServiceEnded
+    | ServiceStarted
+    | ServicePaused
+    | GpusRead
+    | LoadStage
+    | PhaseTook
+    | PromptsKept
+    | CardRead
+    | WeightsRead
+)
 """The things that may happen."""
 
 
@@ -480,12 +503,14 @@ class Runtime(Protocol):
     def follow_log(self, backend: Backend) -> Iterator[str]:
         """Lines as they come, beginning with the last FOLLOWED_LINES, until the service ends."""
 
-    def watch(self, died: Callable[[str], None]) -> None:
-        """Blocks until close(); calls ``died(service name)`` soon after a service ended without ``stop``.
+    def watch(self, tell: Callable[[str, str], object]) -> None:
+        """Block until close(); call ``tell(event, service name)`` soon after something happened by itself.
 
-        Only services that ``start`` returned or ``running`` listed are reported, each run once, when nothing
-        of it runs any more. An engine may die while its load is still being awaited, or just after: this
-        call may come before ``load`` has returned or raised.
+        ``ended``: without ``stop``. Only services that ``start`` returned or ``running`` listed are reported,
+        each run once, when nothing of it runs any more. An engine may die while its load is still being
+        awaited, or just after: this call may come before ``load`` has returned or raised.
+        ``started``: by somebody else; it is not watched before ``running`` has listed it.
+        ``paused``, ``resumed``: by somebody else, of one that is watched.
         """
 
     def reconfigure(self, config: HostConfig) -> None:

@@ -66,6 +66,7 @@ class Overview:
         self._scheduler = driver.scheduler
         self._layout = driver.scheduler.layout
         self._reported, self._prompts = driver.reported, driver.prompts
+        self._paused_by_hand: set[str] = set()
 
     def wall(self, moment: float) -> float:
         """The Unix time of a moment of events and of the status."""
@@ -307,6 +308,25 @@ class Overview:
         """Note what the log of a backend says of its load."""
         with self._lock:
             self._reported[backend] = self._clock.now(), progress
+
+    def is_stopped(self, backend: str) -> bool:
+        """Whether a backend holds nothing, and nothing is under way on it."""
+        with self._lock:
+            slot = self._layout.slot(backend)
+            return slot is not None and slot.state == "stopped"
+
+    def note_paused(self, backend: str, *, is_paused: bool) -> None:
+        """Note that the service of a backend was paused by somebody else, or resumed."""
+        with self._lock:
+            self._paused_by_hand -= {backend}
+            self._paused_by_hand |= {backend} if is_paused else set()
+
+    def paused_by_hand(self, model: str) -> list[str]:
+        """List the backends of a model that serve and were paused by somebody else."""
+        with self._lock:
+            found = self._layout.models.get(model)
+            names = [slot.name for slot in found.slots if slot.serves] if found else []
+            return [name for name in names if name in self._paused_by_hand]
 
     def note_prompts(self, backend: str, kept: KeptPrompts) -> None:
         """Note which prompts of a backend are on disk."""

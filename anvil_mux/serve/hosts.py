@@ -194,6 +194,20 @@ class Adoption:
         if not host:
             self.is_over.set()
 
+    def take_over(self, backend: Backend) -> None:
+        """Take over an engine that somebody else has started if it fits, else stop it.
+
+        The life of a thread.
+        """
+        self._mux.facts.expect([backend.name])
+        try:
+            if self._mux.overview.is_stopped(backend.name):
+                self._say(f"{backend.name} was started by hand")
+                for each in self.running([backend]):
+                    self._adopt(each)
+        finally:
+            self._mux.facts.looked_at([backend.name])
+
     def _adopt(self, backend: Backend) -> None:
         if self._mux.facts.adopt(self.fit([backend])):
             self._mux.facts.adopt(self.stop_all([(backend, TOO_MANY)]))

@@ -26,6 +26,7 @@ import http.client
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 from anvil_mux.clock import Clock, Worker, side_by_side
@@ -46,6 +47,8 @@ from anvil_mux.host.seam import (
     PhaseTook,
     PromptsKept,
     ServiceEnded,
+    ServicePaused,
+    ServiceStarted,
     Unfit,
     WeightsRead,
 )
@@ -107,10 +110,14 @@ class HostWatches:
         self._problems: dict[str, str] = {}
         """Why hosts cannot be used, as it was told last."""
         self._learned: tuple[Known, int, Config | None] = Known(), 0, None
-        self._news = NewsReader("", hosts.local, mux, took, read_ahead)
+
+        def started(backend: Backend) -> None:
+            clock.spawn(partial(adoption.take_over, backend), f"adopt-{backend.name}")
+
+        self._news = NewsReader("", hosts.local, mux, took, read_ahead, started)
 
         def watch(host: RemoteHost, *, is_lost: bool) -> HostWatch:
-            news = NewsReader(host.name, host, mux, took, read_ahead)
+            news = NewsReader(host.name, host, mux, took, read_ahead, started)
             return HostWatch(host, mux, adoption, news, clock=clock, say=say, fenced=fenced, is_lost=is_lost)
 
         self._watch = watch
@@ -446,12 +453,15 @@ class NewsReader:
         mux: Multiplexer,
         took: Callable[[Backend, str, float], object],
         read_ahead: Callable[[Backend, int, float], object],
+        started: Callable[[Backend], object],
     ) -> None:
+        """``started(backend)``: takes over an engine that somebody else has started; it must not block."""
         self._name = name
         self._host = host
         self._mux = mux
         self._took = took
         self._read_ahead = read_ahead
+        self._started = started
         self._gpu_uses: GpuUses = {}
         self._last = 0
         """The number of the last that was handed on."""
@@ -480,6 +490,10 @@ class NewsReader:
         match what:
             case ServiceEnded(_, why, lines, load):
                 self._mux.facts.died(name, why, lines, load=load)
+            case ServiceStarted():
+                self._started(backend)
+            case ServicePaused(_, is_paused):
+                overview.note_paused(name, is_paused=is_paused)
             case LoadStage(_, stage, fraction, seconds_left):
                 overview.report(name, Progress(stage, fraction, seconds_left))
             case PromptsKept(_, prompts, tokens, size):

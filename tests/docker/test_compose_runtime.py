@@ -62,7 +62,7 @@ def runtime_of(stack: Stack, *backends: Backend) -> Iterator[ContainerRuntime]:
 @contextmanager
 def watching(runtime: ContainerRuntime) -> Iterator[queue.Queue[str]]:
     deaths: queue.Queue[str] = queue.Queue()
-    thread = threading.Thread(target=runtime.watch, args=(deaths.put,))
+    thread = threading.Thread(target=runtime.watch, args=(lambda _, name: deaths.put(name),))
     thread.start()
     try:
         yield deaths

@@ -272,10 +272,16 @@ class Events:
 
     lines: queue.Queue[str]
 
-    def tell(self, *ids: str, code: int | None = None) -> None:
+    def tell(self, *ids: str, code: int | None = None, event: str = "die", service: str = "") -> None:
+        """Tell an event of these containers; ``service``: the one whose labels the event has."""
         for id in ids:
             more = {} if code is None else {"exitCode": str(code)}
-            self.lines.put(json.dumps({"Action": "die", "Actor": {"ID": id, "Attributes": more}}))
+            if service:
+                more |= {"com.docker.compose.project": "p", "com.docker.compose.service": service}
+            actor = {"ID": id, "Attributes": more}
+            if event == "disconnect":
+                actor = {"ID": "a network", "Attributes": {"container": id}}
+            self.lines.put(json.dumps({"Action": event, "Actor": actor}))
 
     def close(self) -> None:
         self.lines.put("")

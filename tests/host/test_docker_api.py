@@ -12,30 +12,40 @@ from anvil_mux.errors import BackendError
 from anvil_mux.host.docker_api import (
     Conflict,
     ContainerEngine,
+    ContainerEvent,
     DockerRefused,
     Endpoint,
     Missing,
     Stream,
     Unreachable,
-    read_death,
+    read_event,
 )
 from tests.host.docker_stand_in import AWAY, Docker
 from tests.protocol.test_completions import Copied
 
+LABELS = {"com.docker.compose.project": "p", "com.docker.compose.service": "a"}
+
 
 @pytest.mark.parametrize(
-    ("line", "death"),
+    ("action", "actor", "event"),
     [
-        ('{"Action": "die", "Actor": {"ID": "c1", "Attributes": {"exitCode": "139"}}}', ("c1", 139)),
-        ('{"Action": "died", "Actor": {"ID": "c1", "Attributes": {"containerExitCode": "1"}}}', ("c1", None)),
-        ('{"Action": "die", "Actor": {"ID": "c1", "Attributes": null}}', ("c1", None)),
-        ("{}", ("", None)),
-        ("not JSON", ("", None)),
-        ("[]", ("", None)),
+        ("die", {"ID": "c1", "Attributes": {"exitCode": "139"}}, ContainerEvent("die", "c1", code=139)),
+        ("died", {"ID": "c1", "Attributes": {"containerExitCode": "1"}}, ContainerEvent("die", "c1")),
+        ("die", {"ID": "c1", "Attributes": None}, ContainerEvent("die", "c1")),
+        ("start", {"ID": "c1", "Attributes": LABELS}, ContainerEvent("start", "c1", "p", "a")),
+        ("disconnect", {"ID": "n", "Attributes": {"container": "c1"}}, ContainerEvent("disconnect", "c1")),
+        ("exec_die", {"ID": "c1", "Attributes": {}}, ContainerEvent("")),
+        ("die", [], ContainerEvent("")),
+        ([], {"ID": 1}, ContainerEvent("")),
     ],
 )
-def test_an_event_is_read(line, death):
-    assert read_death(line) == death
+def test_an_event_is_read(action, actor, event):
+    assert read_event(json.dumps({"Action": action, "Actor": actor})) == event
+
+
+@pytest.mark.parametrize("line", ["{}", "not JSON", "[]", ""])
+def test_a_line_that_is_not_an_event_is_none(line):
+    assert read_event(line) == ContainerEvent("")
 
 
 # Questions and answers
@@ -151,20 +161,19 @@ def test_a_line_that_a_container_prints_in_many_pieces_is_not_copied_for_each_of
 
 
 def test_ends_are_asked_for_by_the_words_of_docker_and_podman(docker, engine):
-    with engine.deaths("p", 12.3456) as events:
+    with engine.events(12.3456) as events:
         filters = json.loads(docker.asked["filters"])
         into = docker.next_events()
         into.tell("c1", "c2", code=3)
         lines = iter(events)
-        assert [read_death(next(lines)) for _ in range(2)] == [("c1", 3), ("c2", 3)]
+        assert [read_event(next(lines))[::5] for _ in range(2)] == [("die", 3), ("die", 3)]
         events.interrupt()
         assert list(lines) == []
     into.close()
     assert docker.asked["since"] == "12.345600"
     assert filters == {
-        "type": ["container"],
-        "event": ["die", "died"],
-        "label": ["com.docker.compose.project=p"],
+        "type": ["container", "network"],
+        "event": ["start", "die", "died", "pause", "unpause", "disconnect"],
     }
 
 

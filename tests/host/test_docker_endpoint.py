@@ -250,7 +250,7 @@ def test_an_engine_is_reached_by_ssh(docker, tmp_path, monkeypatch):
     docker.add("c1")
     engine = ContainerEngine(Endpoint("ssh://gpu"))
     assert engine.containers("p") == [("c1", "a")]
-    with engine.deaths("p", 0.0) as events:
+    with engine.events(0.0) as events:
         into = docker.next_events()
         into.tell("c1", code=1)
         lines = iter(events)

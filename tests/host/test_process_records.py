@@ -337,6 +337,11 @@ DAMAGES = {
 }
 
 
+def await_environment(pid):
+    """Wait for the environment of a process; it has none for the moment in which it becomes its command."""
+    seen(lambda: Path(f"/proc/{pid}/environ").read_bytes(), bool)
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("is_same_runtime", [True, False], ids=["serving", "a later start"])
 def test_an_engine_whose_record_is_lost_is_known_and_ended(house, damage, is_same_runtime):
@@ -344,6 +349,7 @@ def test_an_engine_whose_record_is_lost_is_known_and_ended(house, damage, is_sam
     runtime = house.runtime(backend)
     url = runtime.start(backend)
     pid = house.pid()
+    await_environment(pid)
     DAMAGES[damage](house.file("a.json"))
     if not is_same_runtime:
         runtime.close()
@@ -375,6 +381,7 @@ def test_an_engine_of_the_same_description_is_taken_over_from_another_state_fold
     first = house.runtime(backend)
     url = first.start(backend)
     pid = house.pid()
+    await_environment(pid)
     first.close()
     state = "other" if changed == "home" else "state"
     project = "p" if changed == "home" else "q"

@@ -54,7 +54,7 @@ class House:
         config = Config(backends=backends, project=project, files=(str(self.folder / "compose.yaml"),))
         environ = {**os.environ, "XDG_STATE_HOME": str(self.folder / state)}
         runtime = ProcessRuntime(config, environ=environ, address=address, starter=self.starter())
-        watcher = threading.Thread(target=runtime.watch, args=(self.deaths.put,))
+        watcher = threading.Thread(target=runtime.watch, args=(lambda _, name: self.deaths.put(name),))
         watcher.start()
         self._open.append((runtime, backends, watcher))
         return runtime

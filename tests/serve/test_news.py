@@ -14,6 +14,8 @@ from anvil_mux.host.seam import (
     PhaseTook,
     PromptsKept,
     ServiceEnded,
+    ServicePaused,
+    ServiceStarted,
     WeightsRead,
 )
 from anvil_mux.protocol.cards import ModelCard
@@ -50,7 +52,9 @@ class Listener:
         return lambda *given, **named: self.told.append((name, *given, named))
 
     def reader(self, host: str = "", took: Any = None) -> NewsReader:
-        return NewsReader(host, cast(Any, self), cast(Any, self), took or self.took, self.read_ahead)
+        return NewsReader(
+            host, cast(Any, self), cast(Any, self), took or self.took, self.read_ahead, self.started
+        )
 
 
 def handed_on(*news: object) -> tuple[NewsReader, list[object]]:
@@ -71,6 +75,8 @@ def test_each_kind_of_news_is_told_once():
         PromptsKept("a", 2, 900, 4096),
         WeightsRead("a", 4096, 0.5),
         WeightsRead("gone", 4096, 0.5),
+        ServiceStarted("a"),
+        ServicePaused("a", True),
         CARD,
         CardRead("gone", "d", ModelCard(4096)),
     )
@@ -80,6 +86,8 @@ def test_each_kind_of_news_is_told_once():
         ("took", A, "load", 2.0, {}),
         ("note_prompts", "a", KeptPrompts(2, 900, 4096), {}),
         ("read_ahead", A, 4096, 0.5, {}),
+        ("started", A, {}),
+        ("note_paused", "a", {"is_paused": True}),
         ("note_card", CARD, {}),
     ]
 
