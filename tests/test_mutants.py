@@ -374,30 +374,26 @@ SCRIPTED = {
     "a cut comes after its eviction": (
         (
             "multiplexer/driver",
-            "        for ticket in effects.cut:\n"
-            "            cut(ticket)\n"
-            "        for job in jobs:\n"
-            "            if isinstance(job.step, Cancel):\n"
-            "                self._host.cancel(job.backend, job.step.number)\n"
-            "            elif isinstance(job.step, Evict) and (run := self.runs.get(job.step.backend)):\n"
-            "                self._close_idle(run)\n"
-            "        begun = [job for job in jobs if not isinstance(job.step, Cancel)]\n"
-            "        if begun:\n"
-            "            with self.lock:\n"
-            "                self._jobs.extend(begun)\n"
-            "                self._changed.notify()\n",
-            "        for job in jobs:\n"
-            "            if isinstance(job.step, Cancel):\n"
-            "                self._host.cancel(job.backend, job.step.number)\n"
-            "            elif isinstance(job.step, Evict) and (run := self.runs.get(job.step.backend)):\n"
-            "                self._close_idle(run)\n"
-            "        begun = [job for job in jobs if not isinstance(job.step, Cancel)]\n"
-            "        if begun:\n"
-            "            with self.lock:\n"
-            "                self._jobs.extend(begun)\n"
-            "                self._changed.notify()\n"
-            "        for ticket in effects.cut:\n"
-            "            cut(ticket)\n",
+            "            for ticket in effects.cut:\n"
+            "                cut(ticket)\n"
+            "            for job in jobs:\n"
+            "                self._prepare(job)\n"
+            "        finally:  # a step that is lost would leave its backend as it is for ever\n"
+            "            begun = [job for job in jobs if not isinstance(job.step, Cancel)]\n"
+            "            if begun:\n"
+            "                with self.lock:\n"
+            "                    self._jobs.extend(begun)\n"
+            "                    self._changed.notify()\n",
+            "            for job in jobs:\n"
+            "                self._prepare(job)\n"
+            "        finally:  # a step that is lost would leave its backend as it is for ever\n"
+            "            begun = [job for job in jobs if not isinstance(job.step, Cancel)]\n"
+            "            if begun:\n"
+            "                with self.lock:\n"
+            "                    self._jobs.extend(begun)\n"
+            "                    self._changed.notify()\n"
+            "            for ticket in effects.cut:\n"
+            "                cut(ticket)\n",
         ),
         a_lease_is_cut_before_its_engine_is_told_to_go,
     ),

@@ -222,7 +222,7 @@ class SchedulerDriver:
                 cut(ticket)
             for job in jobs:
                 self._prepare(job)
-        finally:  # whatever went wrong, a step that is lost would leave its backend as it is for ever
+        finally:  # a step that is lost would leave its backend as it is for ever
             begun = [job for job in jobs if not isinstance(job.step, Cancel)]
             if begun:
                 with self.lock:
