@@ -133,8 +133,8 @@ MUTANTS = {
     ),
     "a drain has no end": (
         "scheduler/swaps",
-        "if now >= victim.drain_until or not (victim.holders or",
-        "if not (victim.holders or",
+        "if self.reached(victim.drain_until, now) or is_empty:",
+        "if is_empty:",
     ),
     "a load does not wait for sleepers that yield": (
         "scheduler/swaps",
@@ -163,8 +163,8 @@ MUTANTS = {
     ),
     "nobody is demoted while its time goes by": (
         "scheduler/group",
-        "return demotions + returns + [",
-        "return returns + [",
+        "if not self.reached(until, now):",
+        "if until > now:",
     ),
     "a preload may evict who has had work": (
         "scheduler/group",
@@ -173,8 +173,8 @@ MUTANTS = {
     ),
     "the moment of an overdue queue is forgotten": (
         "group",
-        "moments = [model.queue.overdue_at for model in models]",
-        "moments = []",
+        "if not self.reached(model.queue.overdue_at, now):",
+        "if model.queue.overdue_at > now:",
     ),
     "a backend that could not be stopped is taken for gone": (
         "slot",
@@ -208,8 +208,8 @@ MUTANTS = {
     ),
     "the moment at which an idle model goes is forgotten": (
         "scheduler/group",
-        " + [slot.idle_until for slot in self.idlers]",
-        "",
+        "if self.reached(slot.idle_until, now)]",
+        "if slot.idle_until <= now]",
     ),
     "a release does not set the timer of a ttl": (
         "scheduler/facts",
@@ -238,9 +238,9 @@ MUTANTS = {
         "return self.used + self.backend.min_residency",
     ),
     "the moment at which a min_residency ends is forgotten": (
-        "group",
-        "moments.append(slot.stays_until)",
-        "pass",
+        "scheduler/state",
+        "if not self.reached(slot.stays_until, now)}",
+        "if slot.stays_until > now}",
     ),
     "the queue with the lowest priority goes first": (
         "group",

@@ -74,6 +74,8 @@ Invariants:
 10. The leases of a lost host are severed, and nothing is begun there: its backends may still run and hold
     their GPUs until the host is back and they are adopted, or until it is declared gone by hand.
 11. While it is not known of some backend whether it runs already (``unseen``), nothing is begun.
+12. Asking early changes nothing: between two facts ``next_step`` has the same answer until the moment
+    that it named. Whatever depends on the time asks ``reached``, which remembers the moment.
 
 A backend that the configuration has no longer, or not as it is (``retire``), is leaving: it gets no new
 leases, is drained and stopped, whatever its standby levels, and its slot is left for good. Then layout.py
@@ -169,6 +171,7 @@ class GpuGroup(GroupFacts):
         if self.bounded:
             self._give_up_surplus(now)
         while True:
+            self.soonest = FOREVER
             step = self.advance(now) if self.swaps else None
             if step := step or self._retry_stuck(now) or self._demote_due(now):
                 return step
@@ -179,28 +182,15 @@ class GpuGroup(GroupFacts):
                 or self._cancel_unwanted(models, now)
                 or (not (models or self.swaps) and self._begin_preload(now))
             ):
-                return self._wait(self._next_moment(models, now), now)
+                return self._wait(now)
 
-    def _wait(self, until: float, now: float) -> Wait:
+    def _wait(self, now: float) -> Wait:
         if mistake := self.placement.mistake:
             self.placement.mistake = ""
             self._blame(self.common.settings.eviction, Cause("eviction_failed", detail=mistake), now)
-        soonest = self._ask_again if now < self._ask_again < until else until
-        return Wait(soonest, min([at for at in self._announce.values() if at > now], default=FOREVER))
-
-    def _next_moment(self, models: list[Model], now: float) -> float:
-        """When the answer of ``next_step`` may change without a new fact, whatever the policy says."""
-        moments = [model.queue.overdue_at for model in models]
-        moments += self._upkeep_moments(now)
-        for slot in self.stayers if models or self.preloads or self.common.hints else ():
-            moments.append(slot.stays_until)
-        for swap in self.swaps:
-            moments += [victim.drain_until for victim in swap.victims if victim.state == "draining"]
-        for slot in self.slots.values():
-            stuck, model = slot.state in ("stuck", "standby"), self.models[slot.model]
-            if slot.retry_at > now and (stuck or model.queue.tickets or model.replicas):
-                moments.append(slot.retry_at)
-        return min([moment for moment in moments if moment > now], default=FOREVER)
+        self.reached(self._ask_again, now)
+        announced_at = min([at for at in self._announce.values() if at > now], default=FOREVER)
+        return Wait(self.soonest, announced_at)
 
     # Swaps
 
@@ -230,7 +220,7 @@ class GpuGroup(GroupFacts):
         Overdue queues come first, the oldest of them before all others, and keep the GPUs that they wait for.
         """
         kept = set[str]()
-        late = [model for model in models if model.queue.overdue_at <= now]
+        late = [model for model in models if self.reached(model.queue.overdue_at, now)]
         others = [model for model in models if model not in late]
         for model in [*late, *sorted(others, key=attrgetter("priority"), reverse=True)]:
             if model.name not in self._plans and (found := takeover(self, model, kept, now)):
@@ -243,7 +233,7 @@ class GpuGroup(GroupFacts):
     def _serve_overdue(self, models: list[Model], busy: set[str], now: float) -> bool:
         """Serve the oldest overdue queue, or fail it; the GPUs of those that must wait on become ``busy``."""
         for model in models:
-            if model.queue.overdue_at > now:
+            if not self.reached(model.queue.overdue_at, now):
                 continue
             if found := plan(self, model, busy, now):
                 self.begin(found.target, found.victims, now, Cause("overdue"))
@@ -284,7 +274,8 @@ class GpuGroup(GroupFacts):
         hints = self.common.hints
         for name in [name for name in hints if name in self.models]:
             model, since = self.models[name], hints[name]
-            if model.ready or model.is_coming or model.queue.tickets or now >= since + HINT_SECONDS:
+            is_over = model.ready or model.is_coming or model.queue.tickets
+            if is_over or self.reached(since + HINT_SECONDS, now):
                 del hints[name]
             elif model.is_spread and nearest(self.groups_of(model), model, now) is not self:
                 continue
@@ -304,7 +295,7 @@ class GpuGroup(GroupFacts):
             if slot.holders
             or slot.state == "standby"
             or self.models[slot.model].queue.tickets
-            or not (slot.has_had_work or now >= slot.loaded + HINT_SECONDS)
+            or not (slot.has_had_work or self.reached(slot.loaded + HINT_SECONDS, now))
         }
 
     def _may_evict_for(self, planned: Plan, since: float, now: float) -> bool:
@@ -325,6 +316,9 @@ class GpuGroup(GroupFacts):
         before, self.deferred, self._ask_again = self.deferred, {}, FOREVER
         for ticket in [ticket for ticket in self._announce if not self._waits(ticket)]:
             del self._announce[ticket]
+        for slot in self.slots.values():  # spills, free places and the memory of hosts depend on these
+            if slot.state == "standby" or self.models[slot.model].replicas:
+                self.reached(slot.retry_at, now)
         more = spills(self, now)
         if not (plans or more or self.ready):
             return False  # nothing to be loaded, nothing to be evicted
@@ -414,15 +408,11 @@ class GpuGroup(GroupFacts):
 
     # Upkeep
 
-    def _upkeep_moments(self, now: float) -> list[float]:
-        """The moments at which something is to be done, as things are; also those that have passed."""
-        demotions = [until for slot in self.sleepers if (until := slot.demoted_at) is not None]
-        returns = [self.comes_back_at(slot, now) for slot in self._absent()]
-        return demotions + returns + [slot.idle_until for slot in self.idlers]
-
     def _retry_stuck(self, now: float) -> Step | None:
         for slot in self.slots.values():
-            if now < slot.retry_at or (slot.state != "stuck" and slot.next_level != "stop"):
+            if slot.state != "stuck" and slot.next_level != "stop":
+                continue
+            if not self.reached(slot.retry_at, now):
                 continue
             if slot.state == "stuck":
                 return self.evict(slot, now, Cause("retry_stuck"))
@@ -443,7 +433,9 @@ class GpuGroup(GroupFacts):
             return self.demote(found, now, Cause("host_memory_short"), to=self.memory.lower(found))
         for slot in self.sleepers:
             until = slot.demoted_at
-            if until is None or until > now or slot.coming or self.models[slot.model].queue.tickets:
+            if until is None or slot.coming or self.models[slot.model].queue.tickets:
+                continue
+            if not self.reached(until, now):
                 continue
             if DESCENTS.get((slot.level, to := slot.below(may_wake=self._is_calm(slot)))):
                 slot.next_level = to
@@ -502,7 +494,7 @@ class GpuGroup(GroupFacts):
     def _evict_idle(self, now: float) -> bool:
         """Begin to evict idle residents; whether there were any."""
         idlers = self.idlers
-        idle = [slot for slot in idlers if slot.idle_until <= now < FOREVER]
+        idle = [slot for slot in idlers if self.reached(slot.idle_until, now)]
         for slot in idle:
             self.begin(None, [slot], now, Cause("idle", seconds=slot.ttl or 0.0))
         for slot in self.ready if self.memory.budget is not None else ():
@@ -542,7 +534,7 @@ class GpuGroup(GroupFacts):
             failed = slot.state != "stopped" or slot.retry_at > now or found is None
             if failed or any(each.state == "standby" or each.has_had_work for each in found or ()):
                 self.preloads.remove(slot)
-            elif any(each.stays_until > now for each in found or ()):
+            elif any(not self.reached(each.stays_until, now) for each in found or ()):
                 return None
             elif found:
                 return Preload(slot, found, Cause("make_room", slot.model))
@@ -561,7 +553,7 @@ class GpuGroup(GroupFacts):
         """The backend that is to come back now, once its victims are evicted."""
         for slot in self._absent():
             found = self._return(slot, now)
-            if found.at > now:
+            if not self.reached(found.at, now):
                 continue
             if found.victims:
                 return Preload(slot, list(found.victims), Cause("make_room", slot.model))

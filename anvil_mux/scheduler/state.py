@@ -175,6 +175,8 @@ class GroupState:
     deferred: dict[str, Deferred] = field(default_factory=dict)
     """The first model of each set of queues whose swaps the policy holds back."""
     slots: dict[str, Slot] = field(init=False)
+    soonest: float = field(init=False, default=FOREVER)
+    """The soonest of the moments on which the last ``next_step`` depended and that had not come."""
     costs: Costs = field(init=False)
     footprints: Footprints = field(init=False)
     emit: Callable[[Event], object] = field(init=False)
@@ -308,10 +310,25 @@ class GroupState:
         """The GPUs on which no swap can begin: they are in one, ``but`` for some."""
         return {gpu for swap in self.swaps if swap not in but for gpu in swap.gpus()}
 
+    def reached(self, moment: float, now: float) -> bool:
+        """Return whether ``moment`` has come; if not, ``next_step`` is asked again then at the latest.
+
+        Whatever depends on the time asks here, so no moment is forgotten.
+        """
+        if now < moment < self.soonest:
+            self.soonest = moment
+        return moment <= now
+
     def loadable(self, model: Model, now: float) -> list[Slot]:
         """The backends of a model here that could be loaded now, were their GPUs free."""
         own = self.own_slots[model.name]
-        found = [slot for slot in own if self.takes_loads(slot) and slot.is_loadable(now)]
+        found = [
+            slot
+            for slot in own
+            if self.takes_loads(slot)
+            and not slot.leaving
+            and (slot.state == "standby" or (slot.state == "stopped" and self.reached(slot.retry_at, now)))
+        ]
         return [slot for slot in found if model.may_come(slot)] if model.bounded else found
 
     def fits(self, target: Slot) -> bool:
@@ -333,7 +350,7 @@ class GroupState:
 
     def staying(self, now: float) -> set[str]:
         """The backends that may stay for their min_residency; only an overdue queue evicts them."""
-        return {slot.name for slot in self.stayers if slot.stays_until > now}
+        return {slot.name for slot in self.stayers if not self.reached(slot.stays_until, now)}
 
 
 # Plans

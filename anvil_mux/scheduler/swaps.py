@@ -263,7 +263,8 @@ class Swaps(Admission):
             self._drain(swap, now)
         draining = [victim for victim in resident if victim.state == "draining"]
         for victim in draining:
-            if now >= victim.drain_until or not (victim.holders or self.memory.makes_way(victim, now)):
+            is_empty = not (victim.holders or self.memory.makes_way(victim, now))
+            if self.reached(victim.drain_until, now) or is_empty:
                 swap.begun = True
                 swap.emptied = now
                 return self.evict(victim, now, swap.cause, swap)
