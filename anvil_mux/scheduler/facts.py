@@ -209,15 +209,15 @@ class GroupFacts(Swaps):
     # The host
 
     def host_away(self, now: float) -> None:
-        """Call off the swaps that drain: nothing is evicted here before the host is heard of again.
+        """Call off the swaps whose load has not begun: nothing is begun here until the host is heard of.
 
-        Unloads by hand, removals and evictions of silent engines drain on, as does a host that is cleared.
+        Their queues may go to other hosts. Unloads by hand, removals and evictions of silent engines go
+        on, as does the eviction of everything on a host that is cleared.
         """
         self.changed()
         for swap in tuple(self.swaps):
             is_planned = swap.target or swap.severs == POLICY or swap.cause.kind == "surplus"
-            drains = not swap.begun or any(victim.state == "draining" for victim in swap.victims)
-            if is_planned and drains:
+            if is_planned and not (swap.target and swap.target.state in LOADING):
                 self.call_off(swap, now)
 
     def host_lost(self, now: float) -> None:

@@ -660,6 +660,19 @@ def test_queue_of_a_drain_on_a_host_that_goes_away_is_served_elsewhere():
     assert fleet.evicted("c", 4.0) == ["load b2"]
 
 
+def test_queue_of_a_swap_that_evicts_on_a_host_that_goes_away_is_served_elsewhere():
+    fleet = Fleet(on("h", "a"), on("h", "b"), on("i", "c"), on("i", "b2", model="b"))
+    for name in ("a", "c"):
+        fleet.core.adopted(name, 0.0)
+    fleet.core.host_away("i", 1.0, True)
+    fleet.request("b", 2.0)
+    assert fleet.state("a") == "evicting"
+    fleet.take(fleet.core.host_away("i", 3.0, False))
+    assert fleet.take(fleet.core.host_away("h", 4.0, True)) == ["evict c"]
+    assert fleet.evicted("a", 5.0) == []
+    assert fleet.evicted("c", 6.0) == ["load b2"]
+
+
 def test_drain_by_hand_on_a_host_that_goes_away_goes_on():
     fleet = Fleet(on("h", "a"))
     fleet.core.adopted("a", 0.0)
