@@ -421,6 +421,8 @@ class _Checker:
             self._calm_until = min(self._calm_until, overdue)
             if event.at <= overdue or (model in self._limited and self._is_resident(model)):
                 continue
+            if any(self._backends[name].state == "loading" for name in self._of_model[model]):
+                continue  # perhaps on a host that is away
             away = self._lost | self._drained | self._away
             groups = [g for g in self._groups if any(self._slots[name].model == model for name in g)]
             there = [name for group in groups for name in group if self._host[name] not in away]

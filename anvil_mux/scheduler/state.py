@@ -242,7 +242,8 @@ class GroupState:
 
     def remodelled(self) -> None:
         """Compute anew what depends on the models as a whole."""
-        found = {name: self.common.models[name] for name in self.own_slots}
+        # By name: the order may not depend on which GPUs others tie together.
+        found = {name: self.common.models[name] for name in sorted(self.own_slots)}
         self.models.clear()
         self.models.update(found)
         self.routed = [model for model in found.values() if model.replicas]
