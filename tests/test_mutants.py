@@ -221,11 +221,6 @@ MUTANTS = {
         "(self.config if by_hand else slot.backend).drain_timeout",
         "self.config.drain_timeout",
     ),
-    "backends are evicted beside a drain without a bound": (
-        "scheduler/swaps",
-        "        if any(victim.is_endless for victim in resident):\n",
-        "        if False:\n",
-    ),
     "a min_residency holds overdue queues as well": (
         "group",
         "            if found := plan(self, model, busy, now):\n                self.begin(",
