@@ -89,7 +89,7 @@ class GroupFacts(Swaps):
 
         It does where swaps are held back if the policy says so, if there is a choice of victims, or if a
         drain or memory may depend on it; where replicas do; and at the end of a drain, and where a ttl or the
-        return of a home backend begins, or a hint may wait for it.
+        return of a home backend begins, or a hint or a queue that takes over a drain may wait for it.
         """
         if self.deferred:
             if self.swaps or self.idlers or self.routed or self.memory.budget is not None:
@@ -102,7 +102,8 @@ class GroupFacts(Swaps):
         if slot.holders:
             return False
         comes_back = bool(self.homes) and not slot.backend.home
-        return slot.state == "draining" or slot.ttl is not None or comes_back or bool(self.common.hints)
+        may_go = bool(self.swaps or self.common.hints)
+        return slot.state == "draining" or slot.ttl is not None or comes_back or may_go
 
     def _matters_to_replicas(self, slot: Slot, now: float) -> bool:
         """Whether a queue may have a better place then, or a busy model another replica."""
@@ -406,7 +407,9 @@ class GroupFacts(Swaps):
         for slot in slots:
             slot.leaving, slot.pinned = slot.leaving or leaving[slot.name], False
         for swap in tuple(self.swaps):
-            if swap.target and swap.target.leaving and swap.target.state not in LOADING:
+            if swap.target and swap.target.leaving and swap.target.state in LOADING:
+                swap.cancel = swap.cancel or Cause(swap.target.leaving)
+            elif swap.target and swap.target.leaving:
                 self.dissolve(swap, now)
         for slot in [slot for slot in slots if not slot.host.is_lost]:
             if slot.state == "ready":

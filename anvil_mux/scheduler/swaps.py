@@ -242,7 +242,7 @@ class Swaps(Admission):
         slot, cause = swap.target, swap.cancel
         if not (cause and slot and slot.state == "loading"):
             return None
-        if self._is_wanted(slot) and not self.must_go(slot):
+        if self._is_wanted(slot) and not (slot.leaving or self.must_go(slot)):
             swap.cancel = None
             return None
         self.enter(slot, "cancel", now)

@@ -452,7 +452,10 @@ def test_a_load_of_the_model_that_a_backend_was_of_is_none_of_the_one_that_it_go
         stage.clock.sleep(2.0)
         stage.mux.facts.reconfigure(Config(policy="eager", backends=backends), {})
         model = stage.mux.overview.model("a")
-        assert [(each.backend, each.state) for each in model.backends] == [("a", "stopped"), ("b", "loading")]
+        assert [(each.backend, each.state) for each in model.backends] == [
+            ("a", "stopped"),
+            ("b", "cancelling"),
+        ]
         assert (model.progress, stage.mux.overview.eta("a")) == (None, None)
         assert stage.mux.overview.wait_estimate("a").because.startswith("there is room")
         stage.clock.sleep(100.0)

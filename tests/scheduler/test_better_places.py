@@ -170,6 +170,20 @@ def test_a_request_of_higher_priority_takes_over_the_drain_for_a_lower_one():
     driver.sound()
 
 
+def test_drain_is_taken_over_once_an_endless_victim_is_idle():
+    x, y = backend("x", drain_timeout=600.0), backend("y", "1", drain_timeout=inf)
+    high = backend("high", "0", "1", priority=5)
+    driver = Driver(x, y, backend("low"), high, drain_timeout=600.0, queue_timeout=3600.0)
+    driver.with_resident("x").with_resident("y")
+    driver.request("x", 1.0)
+    last = driver.request("y", 1.0)
+    assert driver.asked("low", 10.0) == []
+    assert driver.asked("high", 20.0) == []
+    assert driver.core.release(last, 30.0), "the next step is asked for"
+    assert driver.steps(30.0) == ["evict y"]
+    assert driver.drains()["x"].target == "high"
+
+
 def test_but_not_from_a_queue_that_is_overdue():
     driver, lease, _ = outranked(max_wait=10.0)
     assert driver.steps(12.0) == []

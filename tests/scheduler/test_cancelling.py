@@ -1,9 +1,13 @@
 """Histories of loads that are cancelled: by hand, and for a queue when nobody waits for them any more."""
 
+from dataclasses import replace
+
 import pytest
 
+from anvil_mux.config.config import Config
 from anvil_mux.errors import LoadError
 from anvil_mux.scheduler.events import Cause
+from anvil_mux.scheduler.slot import Load
 from tests.scheduler.driver import FACTS, TEN, A, B, Driver, Never, backend
 from tests.scheduler.fleet import Fleet, on
 
@@ -177,6 +181,20 @@ def test_load_for_nobody_is_cancelled_for_a_queue_with_another_place():
     departing = fleet.request("a", 0.0)
     fleet.request("b", 1.0)
     assert fleet.take(fleet.core.abandoned(departing, 2.0)) == ["cancel a"]
+
+
+def test_load_whose_description_a_reload_changes_is_cancelled():
+    """A command with a mistake loads for minutes; the corrected one is loaded for the same queue."""
+    wrong = on("", "a")
+    right = replace(wrong, service=replace(wrong.service, digest="right"))
+    fleet = Fleet(wrong)
+    waiting = fleet.request("a", 0.0)
+    assert fleet.take(fleet.core.reconfigured(Config(backends=(right,), policy="eager"), 10.0)) == [
+        "cancel a"
+    ]
+    assert fleet.take(fleet.core.load_cancelled(fleet.step(Load, "a"), 12.0)) == ["load a"]
+    fleet.loaded("a", 20.0)
+    assert waiting.backend == "a"
 
 
 def test_wake_for_nobody_is_not_cancelled():
