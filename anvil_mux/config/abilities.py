@@ -355,8 +355,8 @@ def container_caveats(
 ) -> Iterator[str]:
     """Warnings of what Docker would do with this service that its owner hardly wants, with remedies."""
     restart = str(service.get("restart", "no"))
-    if restart in ("always", "unless-stopped"):
-        said = f"`restart: {restart}` brings the engine back onto the GPU after it was evicted"
+    if restart == "always":
+        said = "`restart: always` starts an evicted engine again, on its GPU, when Docker itself restarts"
         yield advice(said, 'restart: "no"', "take it away", key=("restart",))
     yield from _reached_by_others(service, engine)
     if not profiles(service):

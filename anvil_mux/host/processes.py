@@ -5,8 +5,8 @@ killed. The record of its run beside the log (runs.py), by which the next one ad
 first before there is a process, with a mark that the process will carry in its environment, so whenever
 anvil-mux is killed, none is lost.
 
-What is stopped is the run, not just the process that was started. Nothing is polled: ends are seen through
-pidfds.
+What is stopped is the run, not just the process that was started. Ends are seen through pidfds; only
+the sizes of logs are polled, so that an engine that floods its log does not fill the disk.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ CONTAINERS_TIMEOUT = 30.0
 """Seconds that a command about containers which a process has made may take."""
 LOG_BYTES, KEPT_BYTES = 64 << 20, 4 << 20
 """The size at which the log of an engine that runs is cut, and how much of its end is kept then."""
-TRIM_SECONDS = 60.0
+TRIM_SECONDS, FLOOD_SECONDS = 1.0, 0.1
+"""Seconds between two looks at the size of logs, and the same after one had to be cut."""
+LEAST_FREE = 16 << 20
+"""The free bytes of the disk below which it counts as full: engines end if they cannot write their logs."""
 
 log = logging.getLogger(__name__)
 
@@ -332,9 +335,8 @@ class ProcessRuntime:
         while not self._closed.is_set():
             with self._lock:
                 up = dict(self._up)
-            for name in up:
-                trim(self._log_file(name))
-            for name in self._ended_of(up):
+            cut = [name for name in up if trim(self._log_file(name))]
+            for name in self._ended_of(up, FLOOD_SECONDS if cut else TRIM_SECONDS):
                 if not self._closed.is_set():
                     self._judge(name, up[name], tell)
 
@@ -347,7 +349,17 @@ class ProcessRuntime:
         self._config = config
 
     def problem(self) -> str:
-        return self._records.problem
+        return self._records.problem or self._full_disk()
+
+    def _full_disk(self) -> str:
+        """Say that the disk with the logs of engines is full; "" if it is not, or that is not known."""
+        try:
+            free = free_bytes(self._state)
+        except OSError:
+            return ""
+        if free >= LEAST_FREE:
+            return ""
+        return f"services cannot be started: the disk of {self._state} is full ({free >> 20} MiB are free)"
 
     def close(self) -> None:
         self._closed.set()
@@ -376,7 +388,7 @@ class ProcessRuntime:
     def _wake(self) -> None:
         os.eventfd_write(self._waker, 1)
 
-    def _ended_of(self, up: Mapping[str, RunRecord]) -> list[str]:
+    def _ended_of(self, up: Mapping[str, RunRecord], timeout: float) -> list[str]:
         """Return the names of runs that have ended; [] when the set of runs to look at has changed.
 
         [] too, after a pause, while processes cannot be looked at.
@@ -389,7 +401,7 @@ class ProcessRuntime:
                     if fd is None or not record.is_alive():
                         return [name]
                     names[fd] = name
-                ready = readable([self._waker, *names], TRIM_SECONDS)
+                ready = readable([self._waker, *names], timeout)
         except (OSError, BackendError) as error:
             log.warning("the ends of engines cannot be waited for: %s", error)
             self._closed.wait(UNSEEN_SECONDS)
@@ -536,9 +548,26 @@ def _described(backend: Backend, address: str) -> dict[str, str]:
     return {part: hashlib.sha256(json.dumps(value).encode()).hexdigest() for part, value in parts.items()}
 
 
-def trim(log: Path) -> None:
-    """Cut a log that has become too long; what its engine prints in that moment may be lost."""
-    with suppress(OSError), os.fdopen(open_regular(log, os.O_RDWR | os.O_NOFOLLOW), "r+b") as file:
+def free_bytes(folder: Path) -> int:
+    """Return the bytes that are free on the disk of a folder; OSError."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def trim(log: Path) -> bool:
+    """Cut a log that has become too long; return whether that was needed.
+
+    What its engine prints in that moment may be lost.
+    """
+    with suppress(OSError):
+        if os.lstat(log).st_size > LOG_BYTES:
+            _cut(log)
+            return True
+    return False
+
+
+def _cut(log: Path) -> None:
+    with os.fdopen(open_regular(log, os.O_RDWR | os.O_NOFOLLOW), "r+b") as file:
         size = os.fstat(file.fileno()).st_size
         if size > LOG_BYTES:
             file.seek(size - KEPT_BYTES)

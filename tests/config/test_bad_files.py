@@ -317,7 +317,7 @@ def test_a_checkpoint_that_cannot_work_on_this_machine_is_refused_where_it_is_as
 QUIET = "profiles: [llm], ports: ['127.0.0.1::80'], gpus: [{count: 1}]"
 PORTED = "image: x, command: x --port 81, profiles: [llm], gpus: [{count: 1}], x-anvil: {port: 80}"
 CAVEATS = """
-    restart: unless-stopped, QUIET -> `restart: unless-stopped` brings the engine back
+    restart: always, QUIET -> `restart: always` starts an evicted engine again
     profiles: [llm], ports: ['80:80'], gpus: [{count: 1}] -> port 80 is published on all interfaces
     profiles: [llm], ports: ['0.0.0.0:80:80'], gpus: [{count: 1}] -> port 80 is published on all interfaces
     ports: ['127.0.0.1::80'], gpus: [{count: 1}] -> without `profiles`, a bare `docker compose up`
@@ -336,7 +336,7 @@ CAVEATS = """
     PORTED, network_mode: host -> its command listens on 81
     QUIET ->
     command: x --port 80, QUIET ->
-    image: llama.cpp, command: --port=80, QUIET ->
+    image: llama.cpp, command: -m x --port=80, QUIET ->
     image: llama.cpp, environment: [LLAMA_ARG_PORT=80], QUIET ->
 """
 
@@ -385,7 +385,7 @@ OF_PROCESSES = """
     vllm serve m, x-anvil: {port: 81, gpus: []} -> add --port $$PORT
     vllm serve m, x-anvil: {port: 8000, gpus: []} ->
     [ollama, serve], environment: {OLLAMA_HOST: ':80'}, x-anvil: {port: 80, gpus: []} ->
-    llama-server --port 81, x-anvil: {port: 80, gpus: []} -> on 80 (x-anvil: port); write x-anvil: {port: 81}
+    llama-server -m x --port 81, x-anvil: {port: 80, gpus: []} -> on 80 (x-anvil: port); write x-anvil:
     ./own, secrets: [token] -> not given; write environment: ..., or the path of a file in its command
     './own $PORT', environment: {A: $PORT} -> a.environment.A: the variable PORT UNSET ${PORT:-default}
     './own $$PORT $$${WORD}' -> compose.yaml:2: services.a.command: the variable WORD UNSET ${WORD:-default}

@@ -553,6 +553,24 @@ def test_the_log_of_an_engine_that_runs_is_cut_and_goes_on(house, monkeypatch):
     assert list(lines)[-2:] == list(followed)[-2:] == ["1000", "more"]
 
 
+def test_a_log_that_is_flooded_stays_bounded_while_it_is_written(house, monkeypatch):
+    monkeypatch.setattr(processes, "LOG_BYTES", 1 << 16)
+    monkeypatch.setattr(processes, "KEPT_BYTES", 1 << 10)
+    backend = shell("seq 100000; exec sleep 1000")
+    runtime = house.started(backend)
+    seen(
+        lambda: (runtime.log_tail(backend)[-1:], house.file("a.log").stat().st_size),
+        lambda found: found[0] == ["100000"] and found[1] <= 1 << 10,
+    )
+
+
+def test_a_full_disk_is_a_problem_that_is_reported(house, monkeypatch):
+    runtime = house.started(shell(FOREVER))
+    assert runtime.problem() == ""
+    monkeypatch.setattr(processes, "free_bytes", lambda folder: 1 << 20)
+    assert "is full (1 MiB are free)" in runtime.problem()
+
+
 @pytest.mark.parametrize("what", ["link", "pipe"])
 def test_what_an_engine_puts_in_the_place_of_its_log_is_neither_read_nor_cut_nor_written(
     house, monkeypatch, what
