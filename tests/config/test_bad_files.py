@@ -385,7 +385,8 @@ OF_PROCESSES = """
     vllm serve m, x-anvil: {port: 81, gpus: []} -> add --port $$PORT
     vllm serve m, x-anvil: {port: 8000, gpus: []} ->
     [ollama, serve], environment: {OLLAMA_HOST: ':80'}, x-anvil: {port: 80, gpus: []} ->
-    llama-server -m x --port 81, x-anvil: {port: 80, gpus: []} -> on 80 (x-anvil: port); write x-anvil:
+    llama-server -m x --port 81, x-anvil: {port: 80, gpus: []} ->
+        on 80 (x-anvil: port); write x-anvil: {port: 81}
     ./own, secrets: [token] -> not given; write environment: ..., or the path of a file in its command
     './own $PORT', environment: {A: $PORT} -> a.environment.A: the variable PORT UNSET ${PORT:-default}
     './own $$PORT $$${WORD}' -> compose.yaml:2: services.a.command: the variable WORD UNSET ${WORD:-default}
