@@ -283,7 +283,7 @@ class Overview:
                 for slot in found.present
                 if slot.load_seconds is not None
             ]
-        return min(left, default=None)
+        return max(min(left), 0.0) if left else None
 
     def how_far(self, model: str) -> str:
         """The load or place that a request for ``model`` waits for, in a few words for its client."""

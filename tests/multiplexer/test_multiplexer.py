@@ -366,6 +366,16 @@ def test_the_status_shows_a_drain(seed):
     Stage(seed=seed).play(main)
 
 
+def test_eta_of_a_load_that_takes_longer_than_the_last_is_zero():
+    def main(stage):
+        stage.mux.scheduler.layout.slot("a").load_seconds = 1.0
+        stage.request(0.0, "a")
+        stage.clock.sleep(3.0)
+        assert stage.mux.overview.eta("a") == 0.0
+
+    Stage().play(main)
+
+
 @SEEDS
 def test_how_long_a_load_will_take_is_known_from_the_last_one(seed):
     def main(stage):
