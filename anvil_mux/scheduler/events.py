@@ -169,7 +169,7 @@ SENTENCES = DECISIONS | {
     "paused": "anvil-mux is paused",
     "resumed": "resumed by hand",
     "pause_over": "the pause of {seconds:.0f} s is over",
-    "host_away": "the agent of the host {host} does not answer, but its engines do",
+    "host_away": "the agent of the host {host} does not answer",
     "host_heard": "the agent of the host {host} answers again",
     "surplus": "its model is already loaded as often as `most` allows",
     "standby_full": "no room for standby level {way}",

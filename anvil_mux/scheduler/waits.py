@@ -101,10 +101,19 @@ def wait_estimate(state: GroupState, model: Model, now: float, far: Progress | N
                 return _coming(each, swap, swap.target, now, far)
     if not model.queue:
         state = nearest(state.groups_of(model), model, now)
-    if state.host.is_lost:
-        asleep = f"its host {state.host.name} is not there, and is woken for it"
-        return _waits(model.name, f"{asleep}; that may take {span(state.host.wake_timeout or 0.0)}")
-    return _next_swap(state, model, now)
+    return _of_silent_host(state, model) or _next_swap(state, model, now)
+
+
+def _of_silent_host(state: GroupState, model: Model) -> WaitEstimate | None:
+    """Estimate the wait for a model whose host does not answer; None if it does."""
+    host = state.host
+    if host.is_lost:
+        asleep = f"its host {host.name} is not there, and is woken for it"
+        return _waits(model.name, f"{asleep}; that may take {span(host.wake_timeout or 0.0)}")
+    if host.is_away:
+        silent = f"the agent of its host {host.name} does not answer"
+        return _waits(model.name, f"{silent}, and nothing is loaded or evicted there until it does")
+    return None
 
 
 def _waits(

@@ -73,7 +73,7 @@ class CannotServe(MuxError):
 
 def say(text: str, form: str = "human") -> None:
     """A message to whoever started the program; ``form``: as ``Options.log_format``."""
-    line = f"anvil-mux: {text}"
+    line = f"{stamp(time.time())} anvil-mux: {text}"
     if form == "json":
         line = json.dumps({"ts": stamp(time.time()), "level": "info", "event": "notice", "text": text})
     print(f"{line}\n", end="", file=sys.stderr, flush=True)  # in one piece: several threads say

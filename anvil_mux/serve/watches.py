@@ -233,8 +233,11 @@ class HostWatches:
         """Why the cluster cannot be steered now, "" if it can. Never blocks."""
         if self._is_away:
             return "the cluster cannot be controlled: requests go on, but nothing is swapped on other hosts"
-        away = [name for name, each in self.by_host.items() if each.state in ("away", "lost")]
-        return f"not here: {', '.join(away)}" if away else ""
+        return "; ".join(
+            f"{name} is {each.state}: {each.why}"
+            for name, each in self.by_host.items()
+            if each.state in ("away", "lost")
+        )
 
     def round_trips(self) -> dict[str, float]:
         """Seconds that the agents of the hosts that are here took to answer last."""

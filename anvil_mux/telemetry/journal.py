@@ -399,7 +399,9 @@ def story(event: Event) -> str:
         case "severed" if cause:
             return f"severed #{event.ticket}: {Severance(cause, seconds).sentence(event.model)}"
         case kind if kind in _PLAIN:
-            return _PLAIN[kind].format(reason=reason, lasts=_lasts(seconds))
+            is_unfit = kind == "stuck" and cause and cause.kind == "unfit"
+            text = "{reason}: it is stopped" if is_unfit else _PLAIN[kind]
+            return text.format(reason=reason, lasts=_lasts(seconds))
         case kind:
             took = f" after {seconds:.3f} s" if seconds else ""
             return f"{kind} #{event.ticket}{took} {reason}".rstrip()
@@ -420,7 +422,7 @@ _PLAIN = {
     "host_undrained": "{reason}",
     "paused": "paused {lasts}: all models are drained and stopped, and none is loaded",
     "resumed": "resumed: {reason}",
-    "host_away": "{reason}: requests go on, but nothing is loaded or evicted there",
+    "host_away": "{reason}: requests go on, but nothing else is loaded or evicted there",
     "host_heard": "{reason}",
 }
 

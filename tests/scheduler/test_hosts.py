@@ -13,6 +13,7 @@ from anvil_mux.scheduler.group import snapshot
 from anvil_mux.scheduler.layout import gpu_groups
 from anvil_mux.scheduler.slot import NOTHING, TRANSITIONS, Evict, FoundBackend, Load
 from anvil_mux.scheduler.state import weigh
+from anvil_mux.scheduler.waits import wait_estimate
 from tests.scheduler.fleet import Fleet, on
 
 
@@ -621,6 +622,11 @@ def test_on_a_host_that_is_away_requests_go_on_and_nothing_is_begun():
     assert fleet.kinds(2.0) == ["host_away"]
     assert running.severed is None
     assert fleet.request("a", 3.0).backend == "a"
+    group = fleet.core.layout.of_backend["b"]
+    assert wait_estimate(group, group.models["b"], 4.0).sentence == (
+        "A request for b waits: the agent of its host h does not answer, and nothing is loaded or evicted"
+        " there until it does."
+    )
     waiting = fleet.request("b", 4.0)
     fleet.core.released(running, 5.0)
     assert fleet.take(fleet.core.time_passed(500.0)) == []
