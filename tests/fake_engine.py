@@ -54,6 +54,11 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
+DONE = b"data: [DONE]\n\n"
+END = chunk(DONE) + b"0\r\n\r\n"
+"""The end of a stream: its last event, and the last chunk."""
+
+
 def error_in(stream: bytes) -> dict[str, str]:
     """The error event that a stream ends with."""
     events = [line[6:] for line in stream.splitlines() if line.startswith(b'data: {"error"')]

@@ -59,6 +59,7 @@ EXIT_CODES = {
     FAILED: "the command failed; standard error says why",
     2: "wrong usage",
     3: "no running anvil-mux answers",
+    70: "`serve` has lost a thread that it needs, which standard error names: start it again; engines run on",
     BAD_CONFIG: "the configuration is not valid; standard error lists every problem",
     INTERRUPTED: "interrupted",
 }

@@ -54,7 +54,8 @@ from anvil_mux.lab.workload import (
     read,
     read_trace,
 )
-from anvil_mux.protocol import api, foreign
+from anvil_mux.protocol import foreign
+from anvil_mux.protocol.tokens import tokens_in
 from anvil_mux.serve.remote import NotRunning
 
 PROMPT_TOKENS = 32
@@ -497,7 +498,7 @@ class _Asking:
         finally:
             connection.close()
         answer.ended = self._now()
-        tokens, answer.prompt_tokens, answer.cached_tokens = api.tokens_said(self._usage)
+        tokens, answer.prompt_tokens, answer.cached_tokens = tokens_in(self._usage[6:])
         answer.tokens = tokens or answer.tokens
         return answer
 

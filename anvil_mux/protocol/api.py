@@ -319,42 +319,6 @@ def error_said(body: bytes) -> dict[str, object] | None:
     return {key: inner[key] for key in _ERROR_FIELDS if isinstance(inner.get(key), (str, int))}
 
 
-Tokens = tuple[int | None, int | None, int | None]
-"""The tokens of an answer, of all its input, and of its input that was cached; None: not reported."""
-NO_TOKENS: Tokens = (None, None, None)
-USAGE_BYTES = 2048
-"""The length of the end of an answer in which its usage stands."""
-_SAID = re.compile(
-    rb'"((?:prompt|input|completion|output|cached|cache_read_input)_tokens|(?:cache|prompt|predicted)_n)"'
-    rb"[ \t]*:[ \t]*(\d{1,9})(?!\d)"
-)
-"""Whole names: one pattern for all names in _tokens takes 1.5 us for an answer of llama.cpp, this one 0.8."""
-
-
-def tokens_said(body: bytes) -> Tokens:
-    """Read the usage in the end of an answer.
-
-    OpenAI and most engines count what was cached as part of the input, Anthropic and llama.cpp's ``timings``
-    beside it; these count where there is no usage.
-    """
-    start, timings = body.find(b'"usage"', -USAGE_BYTES), body.find(b'"timings"', -USAGE_BYTES)
-    if start < 0 and timings < 0:  # an answer to count_tokens has an "input_tokens" of its own
-        return NO_TOKENS
-    first = max(start, timings) if start < 0 or timings < 0 else min(start, timings)
-    said = dict(_SAID.findall(body, first))  # the last counts
-    if start < 0:
-        answer, computed, kept = said.get(b"predicted_n"), said.get(b"prompt_n"), int(said.get(b"cache_n", 0))
-        prompt = int(computed) + kept if computed else None
-        return int(answer) if answer else None, prompt, kept if computed else None
-    answer = said.get(b"completion_tokens") or said.get(b"output_tokens")
-    prompt, cached = said.get(b"prompt_tokens"), said.get(b"cached_tokens") or said.get(b"cache_n")
-    if prompt is None:
-        prompt, beside = said.get(b"input_tokens"), said.get(b"cache_read_input_tokens")
-        if prompt is not None and beside is not None:
-            return answer and int(answer), int(prompt) + int(beside), int(beside)
-    return answer and int(answer), prompt and int(prompt), cached and int(cached)
-
-
 _ERROR_FIELDS = ("message", "type", "param", "code")
 
 

@@ -32,6 +32,8 @@ from anvil_mux.multiplexer.multiplexer import Lease
 from anvil_mux.protocol import api, completions, http1
 from anvil_mux.protocol.api import written
 from anvil_mux.protocol.completions import Translation, parse
+from anvil_mux.protocol.sse import SseObserver
+from anvil_mux.protocol.tokens import tokens_in
 from anvil_mux.proxy.engine_request import UPGRADE, json_body, request_body, request_head, translated_head
 from anvil_mux.proxy.exchange import (
     WHOLE,
@@ -57,8 +59,6 @@ from anvil_mux.scheduler.slot import NO_USAGE, Crash, Ticket
 
 LACKING = (404, 405, 501)
 """How engines answer to a route that they do not have."""
-COPIED_BYTES = 2 * CAPTURED_BYTES
-"""Bytes that are copied of a stream that is captured: its framing is among them."""
 MESSAGES = "/v1/messages"
 """The route at which llama-server passes over fields that choose a LoRA adapter."""
 MAX_QUOTED = 2000
@@ -157,14 +157,21 @@ class Attempt:
         else:
             permit.answered()
 
-    def _release(self, said: bytes) -> None:
+    def _release(self) -> None:
         """End the lease with the engine's part, however slowly the client takes what is left of its answer.
 
-        ``said``: what has the engine's figures in it.
+        The record has what the engine reports by now.
         """
         self.exchange.close()
         lease = self.lease
-        lease.release(whole=True, usage=api.tokens_said(said)[1:] if lease.is_routed else NO_USAGE)
+        lease.release(whole=True, usage=self.record.reported()[1:] if lease.is_routed else NO_USAGE)
+
+    def _note_reported(self) -> None:
+        """Note what an answer that came in pieces says of itself."""
+        observer, record = self.exchange.observer, self.record
+        record.usage, record.tokens = observer.tokens, observer.events
+        if observer.has_error and not record.code:
+            record.code = BackendError.code
 
     # The answer as it is
 
@@ -178,11 +185,11 @@ class Attempt:
                 raise _Lacking
             if engine_route(question.context).beat == "responses" and response.status == 200:
                 self._note_stored()
-            if exchange.whole and reply.form != "event":
+            if exchange.whole and reply.form != "event" and not exchange.is_events:
                 self.record.said = data = exchange.data
                 declared = None if response.body == "none" else len(data)
                 head = reply.answer_head(response, length=declared)
-                self._release(data)
+                self._release()
                 reply.pass_on(response.status, head + data, "cut")
                 if reply.capture:
                     reply.capture.add(data)
@@ -195,7 +202,7 @@ class Attempt:
     def _note_stored(self) -> None:
         """Remembers which engine has the answer that begins now."""
         question, exchange = self.question, self.exchange
-        ends_itself = exchange.response.body != "close" or _is_events(exchange.response)
+        ends_itself = exchange.response.body != "close" or exchange.is_events
         if not exchange.whole and ends_itself:
             exchange.read_on(has_answer_id)
         if id := answer_id(exchange.data):
@@ -207,20 +214,25 @@ class Attempt:
         """
         exchange, reply = self.exchange, self.reply
         response, head, goes_on = exchange.response, b"", reply.form == "event"
-        length = response.length if response.body == "length" and not goes_on else None
-        events = length is None and _is_events(response)
+        events = exchange.is_events
+        length = response.length if response.body == "length" and not (goes_on or events) else None
         if goes_on and (response.status >= 300 or not events):
             body = exchange.content(WHOLE) if response.status >= 300 else exchange.data
             raise _engine_error(self.question.target.model, response.status, body)
         chunked = length is None and reply.chunked
         if not goes_on:
             reply.keep = reply.keep and (chunked or length is not None)
-        first = exchange.begin(chunked=chunked, copied=COPIED_BYTES if reply.capture else 0)
+        first = exchange.begin(
+            chunked=chunked,
+            must_end=events and response.status < 300 and self.question.context.route.beat != "none",
+            copied=CAPTURED_BYTES + 1 if reply.capture else 0,
+        )
         reply.answered = bool(first)
         if not goes_on:
             head = reply.answer_head(response, length=length, chunked=chunked)
         if exchange.has_ended:
-            self._release(exchange.passed.usage)
+            self._note_reported()
+            self._release()
         if goes_on:
             reply.send(first)
         else:
@@ -236,14 +248,14 @@ class Attempt:
             reply.capture.add(exchange.copied)
         record.sent += outcome.sent
         reply.answered = reply.answered or outcome.sent > 0
-        record.said, record.tokens = exchange.passed.usage, exchange.passed.events
+        self._note_reported()
         if end is End.COMPLETE:
-            self._release(exchange.passed.usage)
+            self._release()
             if outcome.rest:
                 reply.send(outcome.rest)
             return
         fits = reply.form == "event" and outcome.aligned
-        reply.broke_off(exchange.last_payload if fits else None)
+        reply.broke_off(exchange.last if fits else None)
         engine = f"The engine of {self.question.target.model}"
         match end:
             case End.CLIENT_GONE:
@@ -258,12 +270,16 @@ class Attempt:
                 raise BrokenOff(f"{engine} broke off its answer.")
 
     def _is_cut_short(self) -> bool:
-        """Whether a body ended too early that only the end of its connection ends.
+        """Return whether a body of which neither its framing nor a last event says so ended too early.
 
-        A stream of events lacks its last event, where its API has one. Of others it counts what became of
-        the engine.
+        A stream of events does where its API has a last event, and a JSON text that is not whole. Of
+        others it counts what became of the engine.
         """
-        if self.question.context.route.beat != "none" and _is_events(self.exchange.response):
+        observer, response = self.exchange.observer, self.exchange.response
+        if isinstance(observer, SseObserver):
+            if self.question.context.route.beat != "none":
+                return True
+        elif _is_json(response) and response.status < 300 and observer.is_json_cut:
             return True
         return not self.lease.permit and self._shared.crash_under(self.lease.ticket) is not None
 
@@ -279,7 +295,7 @@ class Attempt:
             if response.status != 101:
                 body = exchange.content(WHOLE)
                 head = reply.answer_head(response, length=len(body))
-                self._release(body)
+                self._release()
                 reply.pass_on(response.status, head + body, "cut")
                 return
             reply.pass_on(101, reply.switched_head(response) + exchange.data, "frame")
@@ -316,7 +332,7 @@ class Attempt:
                 else:
                     self._say_whole(translation)
             finally:
-                record.said, record.tokens = exchange.passed.usage, exchange.passed.events
+                self._note_reported()
 
     def _say_whole(self, translation: Translation) -> None:
         question, exchange = self.question, self.exchange
@@ -324,12 +340,13 @@ class Attempt:
         if not content:  # an answer's words for nothing are those of a question that asks for nothing
             raise BackendError(f"The engine of {question.target.model} answered with nothing.")
         translated = translation.answer.whole(content, time.time())
-        self._release(exchange.passed.usage)
+        self._note_reported()
+        self._release()
         self.reply.whole(200, [JSON], translated)
 
     def _say_stream(self, translation: Translation) -> None:
         exchange, reply, answer = self.exchange, self.reply, translation.answer
-        if not _is_events(exchange.response):
+        if not exchange.is_events:
             raise BackendError(f"The engine of {self.question.target.model} did not answer with a stream.")
         if reply.form == "answer":
             reply.begin()
@@ -338,7 +355,8 @@ class Attempt:
             reply.answered = reply.answered or bool(translated)
             if exchange.has_ended:
                 translated += answer.finish(time.time())
-                self._release(exchange.passed.usage)
+                self._note_reported()
+                self._release()
             reply.event(translated)
         reply.end()
 
@@ -360,7 +378,7 @@ class Attempt:
         with self.exchange as exchange:
             response = exchange.ask("POST", translated_head(question, lease, question.path), first)
             content = exchange.content(question.context.access.config.max_body)
-        lease.release(whole=True, usage=api.tokens_said(content)[1:])
+        lease.release(whole=True, usage=tokens_in(content)[1:])
         if response.status >= 300:
             raise _engine_error(model, response.status, content)
         try:
@@ -372,10 +390,10 @@ class Attempt:
         return replace(question, body=written(document))
 
 
-def _is_events(response: http1.Response) -> bool:
-    """Whether it is a stream of events that can be read here, and written into."""
+def _is_json(response: http1.Response) -> bool:
+    """Return whether an answer is a JSON text that can be read here."""
     kind = response.fields.get(b"content-type", b"")
-    return kind.startswith(b"text/event-stream") and b"content-encoding" not in response.fields
+    return kind.startswith(b"application/json") and b"content-encoding" not in response.fields
 
 
 def _engine_error(model: str, status: int, body: bytes) -> MuxError:

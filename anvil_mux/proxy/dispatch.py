@@ -54,6 +54,7 @@ from anvil_mux.errors import (
 from anvil_mux.multiplexer.multiplexer import Lease, Multiplexer, Tend
 from anvil_mux.protocol import api, http1, naming
 from anvil_mux.protocol.completions import TWO_STAGE_PATHS, finite
+from anvil_mux.protocol.tokens import NO_TOKENS
 from anvil_mux.proxy.access import FallbackStep
 from anvil_mux.proxy.attempt import Attempt, Shared
 from anvil_mux.proxy.client import Spool
@@ -222,7 +223,7 @@ class Dispatcher:
         except MuxError:
             record.waited += time.monotonic() - since
             raise
-        whole, record.said, tried = False, b"", lease
+        whole, record.said, record.usage, tried = False, b"", NO_TOKENS, lease
         try:  # as `with lease` does, in half the time
             record.waited += lease.waited
             record.backend = lease.backend.name
@@ -244,7 +245,7 @@ class Dispatcher:
                 lease.permit.failed(_within(error))
             raise
         finally:
-            usage = api.tokens_said(record.said)[1:] if lease.is_routed else NO_USAGE
+            usage = record.reported()[1:] if lease.is_routed else NO_USAGE
             lease.release(whole=whole, usage=usage)
             record.gpu_seconds += lease.gpu_seconds
             if lease.prefill:

@@ -38,6 +38,7 @@ from anvil_mux.errors import (
 from anvil_mux.host.hosts import why_unreachable
 from anvil_mux.multiplexer.multiplexer import Lease
 from anvil_mux.protocol import http1
+from anvil_mux.protocol.sse import Observer, PlainObserver, SseObserver
 from anvil_mux.proxy.client import Spool
 from anvil_mux.proxy.connections import (
     LOOK_SECONDS,
@@ -48,7 +49,7 @@ from anvil_mux.proxy.connections import (
     connect_elsewhere,
     has_left,
 )
-from anvil_mux.proxy.pump import AnswerBody, Copied, End, Passed, Pump, PumpedStream, body_of
+from anvil_mux.proxy.pump import AnswerBody, End, Pump, PumpedStream, body_of
 from anvil_mux.proxy.tunnel import Ended, tunnel
 
 Pieces = Iterable[bytes | bytearray | memoryview]
@@ -58,6 +59,8 @@ RequestBody = bytes | bytearray | Pieces
 READ = 16384
 SMALL = 65536
 """A body up to this size is sent in one piece with its head."""
+LAST = 4
+"""Bytes that tell whether an event has ended."""
 WHOLE = 256 * 1024
 """An answer with a Content-Length up to this is read completely before its head is sent on."""
 
@@ -136,7 +139,7 @@ class StreamOutcome(NamedTuple):
     rest: bytes
     """The bytes that it lacks of an answer that has ended."""
     aligned: bool
-    """Whether it was sent whole chunks, so that another one can follow."""
+    """Whether it has taken all that it was sent, so that more can follow."""
 
 
 class Exchange:
@@ -144,21 +147,24 @@ class Exchange:
 
     __slots__ = (
         "_body",
-        "_chunked",
         "_client",
         "_connections",
+        "_copied",
+        "_copy_left",
         "_cut",
         "_deadline",
         "_is_noted",
         "_look_at",
         "_missing",
-        "_passed",
+        "_must_end",
+        "_observer",
         "_relay",
         "_silence",
         "_size",
         "_stream",
         "_upstream",
         "data",
+        "last",
         "lease",
         "response",
         "whole",
@@ -192,9 +198,13 @@ class Exchange:
         """Whether ``data`` is all of the body."""
         self._is_noted = not lease.is_routed
         """Whether it was noted that the answer has begun; or nobody has to know."""
-        self._chunked = False
         self._body: AnswerBody | None = None
-        self._passed: Passed | None = None
+        self._observer: Observer | None = None
+        self._must_end = False
+        self.last = b""
+        """The last bytes of content that have come."""
+        self._copied: list[bytes] = []
+        self._copy_left = 0
         lease.on_severed(self.sever)
 
     def __enter__(self) -> Exchange:
@@ -433,11 +443,41 @@ class Exchange:
         return self.whole or (self._body is not None and self._body.ended)
 
     @property
-    def passed(self) -> Passed:
-        """The parts that are kept of an answer that does not come whole."""
-        if self._passed is None:
-            self._passed = Passed()
-        return self._passed
+    def is_events(self) -> bool:
+        """Whether the answer is a stream of events that can be read here, and written into."""
+        fields = self.response.fields
+        kind = fields.get(b"content-type", b"")
+        is_plain = b"content-encoding" not in fields and self.response.body != "none"
+        return is_plain and kind.startswith(b"text/event-stream")
+
+    @property
+    def observer(self) -> Observer:
+        """The observer of an answer that is read or moved in pieces."""
+        if self._observer is None:
+            until_close = self.response.body == "close"
+            self._observer = SseObserver() if self.is_events else PlainObserver(until_close=until_close)
+        return self._observer
+
+    def _observe(self, content: bytes) -> None:
+        self.observer.feed(content)
+        if self._copy_left > 0:
+            self._copied.append(content[: self._copy_left])
+            self._copy_left -= len(content)
+        self.last = content[-LAST:] if len(content) >= LAST else (self.last + content)[-LAST:]
+
+    def _is_whole(self) -> bool:
+        """Whether a body that has ended is known to be whole: by its last event, or by its framing.
+
+        Of a stream of events whose API has a last one, framing alone says nothing: engines are known to end
+        it soundly when they are told to stop, or have lost their client. Where all choices say why they
+        ended, the missing event is but a habit of the engine.
+        """
+        body, observer = self._body, self.observer
+        assert body is not None
+        observer.end()
+        if observer.has_last_event:
+            return True
+        return body.is_framed and (observer.has_finished or not self._must_end)
 
     # The body: read here
 
@@ -458,7 +498,7 @@ class Exchange:
         With the last piece, which may be empty, it ``has_ended``.
         """
         if self.whole:
-            self.passed.note(self.data)
+            self._observe(self.data)
             yield self.data
             return
         response = self.response
@@ -467,7 +507,7 @@ class Exchange:
         while True:
             if content:
                 self._note_first_byte()
-            self.passed.note(content)
+            self._observe(content)
             yield content
             if body.ended:
                 break
@@ -475,43 +515,49 @@ class Exchange:
 
     # The body: moved to the client
 
-    def begin(self, *, chunked: bool, copied: int = 0) -> bytes:
-        """The first bytes of a body that is not whole, for a client that gets it chunked or not.
+    def begin(self, *, chunked: bool, must_end: bool = False, copied: int = 0) -> bytes:
+        """Return the first bytes of a body that is moved, for a client that gets it chunked or not.
 
-        ``copied``: how many of its first bytes are kept.
+        ``must_end``: it is a stream of events whose API has a last one. ``copied``: how many bytes of its
+        content are kept.
         """
-        if copied:
-            self._passed = Copied(copied)
-        response = self.response
-        self._chunked = chunked
-        self._body = body = body_of(response, chunked=chunked)
+        self._must_end, self._copy_left = must_end, copied
+        self._body = body = body_of(self.response, chunked=chunked)
         if self.data:
             self._note_first_byte()
-        first = body.feed(self.data) if self.data else b""
-        self.passed.note(first)
-        return first
+        content = body.feed(self.data) if self.data else b""
+        self._observe(content)
+        return body.framed(content)
 
     def stream(self) -> StreamOutcome:
         """Moves the rest of the body to the client; blocks until it has ended."""
-        body, sent, pending, aligned = self._body, 0, b"", True
+        body, sent, pending = self._body, 0, b""
         assert body is not None
         if not body.ended:
             assert self._upstream is not None
             first_byte = None if self._is_noted else self.lease.first_byte
-            stream = PumpedStream(self._upstream.socket, self._client, body, self.passed, first_byte)
+            stream = PumpedStream(
+                self._upstream.socket,
+                self._client,
+                body,
+                self._observe,
+                is_whole=self._is_whole,
+                first_byte=first_byte,
+            )
             self._stream = stream
             stream.cut = self._cut
             end = self._relay.pump.relay(stream)
             sent, pending = stream.relayed, stream.pending
-            aligned = body.aligned and not pending
-            if end is End.CLIENT_GONE and not pending and self.passed.has_last_event:
+            self.observer.end()
+            if end is End.CLIENT_GONE and not pending and self.observer.has_last_event:
                 end = self._end_behind(body)
                 if end is End.COMPLETE:
-                    return StreamOutcome(end, sent, b"", aligned)
+                    return StreamOutcome(end, sent, b"", aligned=True)
             if end is not End.COMPLETE:
                 is_severed = end is End.DIED and self.lease.severed
-                return StreamOutcome(End.SEVERED if is_severed else end, sent, b"", aligned)
-        return StreamOutcome(End.COMPLETE if body.is_whole else End.CLOSED, sent, pending + body.end, aligned)
+                return StreamOutcome(End.SEVERED if is_severed else end, sent, b"", not pending)
+        end = End.COMPLETE if self._is_whole() else End.CLOSED
+        return StreamOutcome(end, sent, pending + body.take_end(), not pending)
 
     def _end_behind(self, body: AnswerBody) -> End:
         """The end of a body whose client has left with its last event: the end of its framing may be to come.
@@ -532,21 +578,7 @@ class Exchange:
     @property
     def copied(self) -> bytes:
         """The first bytes of the answer's content, if it was to be copied."""
-        copy = self._passed.copy if isinstance(self._passed, Copied) else b""
-        if not self._chunked:
-            return copy
-        content: list[bytes] = []
-        try:
-            http1.ChunkCounter().feed(copy, content)
-        except BackendError:
-            return b""  # its framing is broken: it has no content
-        return b"".join(content)
-
-    @property
-    def last_payload(self) -> bytes:
-        """The last bytes of content that the client was sent, if nothing was split."""
-        last = self.passed.last
-        return last[:-2] if self._chunked else last
+        return b"".join(self._copied)
 
     # No body, but a websocket
 

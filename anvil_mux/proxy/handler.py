@@ -35,6 +35,7 @@ from anvil_mux.host.engines import ENGINES
 from anvil_mux.host.seam import GpuUses
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, http1, ollama
+from anvil_mux.protocol.tokens import NO_TOKENS
 from anvil_mux.proxy.access import ADMIN, ANY_KEY, NO_KEY, STATE, Access, Right, challenge, is_page, preflight
 from anvil_mux.proxy.client import Client, Spool
 from anvil_mux.proxy.dispatch import Dispatcher, Patience
@@ -62,6 +63,8 @@ NO_REQUEST = http1.Request(
     length=None,
 )
 """Stands for what could not be read as a request."""
+SMALL_ANSWER = 8192
+"""An answer up to this size is kept until the journal reads what its engine reported."""
 
 log = logging.getLogger(__name__)
 
@@ -174,8 +177,9 @@ class Handler:
         record.ended, record.seconds = time.time(), time.monotonic() - context.since
         if context.key:
             record.key = context.key.name
-        record.said = record.said[-api.USAGE_BYTES :]
-        if not record.said:
+        if len(record.said) > SMALL_ANSWER:  # the others are read later, many in a row
+            record.usage, record.said = record.reported(), b""
+        if not record.said and record.usage == NO_TOKENS:
             record.foreseen = None
         if reply.capture:
             self.local.captures.keep(reply.capture, context.request, record)

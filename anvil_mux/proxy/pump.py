@@ -17,16 +17,14 @@ Rules:
 * What goes wrong with one stream ends that stream.
 * Time is read once per batch; once a second a sweep ends streams that are silent or not read for too long.
 
-Where a body ends, and in which framing its client gets it, says its ``AnswerBody``. One that has ``ended`` is
-followed by its ``end`` (the last chunk, where the chunks are ours) once it is known to be whole, by its
-framing or its last event.
+An ``AnswerBody`` knows where a body ends and in which framing its client gets it. The end of that framing
+follows only once the body is known to be whole: a stream of events whose last one is missing is cut.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import re
 import select
 import threading
 import time
@@ -44,12 +42,6 @@ from anvil_mux.proxy.connections import Stall
 
 READ = 16384
 """Bytes taken from an engine at once: tokens are smaller, and a large answer must not hold up the others."""
-
-EVENT, TOKENS = b"data: {", b"_tokens"
-FRAMING = 8
-"""Bytes of a piece that may be of the framing alone: some engines send the end of a body in two."""
-REST_OF_NUMBER = 64
-"""Bytes that may lack of a figure when a read ends within it, its name included."""
 
 SWEEP_SECONDS = 1.0
 PULSE_SECONDS = 10.0
@@ -77,56 +69,6 @@ class End(Enum):
     """The client did not read for longer than allowed."""
 
 
-class Passed:
-    """The parts that are kept of an answer while it passes to its client, piece by piece."""
-
-    __slots__ = ("_is_open", "events", "last", "usage")
-
-    def __init__(self) -> None:
-        self.events = 0
-        """Server-sent events with JSON in them."""
-        self.last = b""
-        """The last piece, with the few bytes of framing that came after it."""
-        self.usage = b""
-        """The last piece that told of tokens, the one before it and the beginning of the one after it: pieces
-        end anywhere."""
-        self._is_open = False
-
-    def note(self, piece: bytes) -> None:
-        if TOKENS in piece:
-            self.usage, self._is_open = self.last + piece, True
-        elif self._is_open:
-            self.usage, self._is_open = self.usage + piece[:REST_OF_NUMBER], False
-        self.last = piece if len(piece) > FRAMING else (self.last + piece)[-READ:]
-        self.events += piece.count(EVENT)
-
-    @property
-    def has_last_event(self) -> bool:
-        """Whether the last event has come: its client may leave before the end of the framing."""
-        return has_whole_last_event(b"\n" + self.last)
-
-
-class Copied(Passed):
-    """The same, and the first bytes of the answer as it was passed on."""
-
-    __slots__ = ("_left", "_pieces")
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self._pieces: list[bytes] = []
-        self._left = most
-
-    def note(self, piece: bytes) -> None:
-        super().note(piece)
-        if self._left > 0:
-            self._pieces.append(piece[: self._left])
-            self._left -= len(piece)
-
-    @property
-    def copy(self) -> bytes:
-        return b"".join(self._pieces)
-
-
 class PumpedStream:
     """One body on its way from an engine to a client."""
 
@@ -137,7 +79,8 @@ class PumpedStream:
         "cut",
         "end",
         "first_byte",
-        "passed",
+        "is_whole",
+        "observe",
         "pending",
         "relayed",
         "stall",
@@ -150,13 +93,18 @@ class PumpedStream:
         upstream: socket,
         client: socket,
         body: AnswerBody,
-        passed: Passed,
+        observe: Callable[[bytes], object],
+        *,
+        is_whole: Callable[[], bool] = lambda: True,
         first_byte: Callable[[], bool] | None = None,
     ) -> None:
         self.upstream = upstream
         self.client = client
         self.body = body
-        self.passed = passed
+        self.observe = observe
+        """Takes the content, in the pump's thread."""
+        self.is_whole = is_whole
+        """Returns whether a body that has ended is known to be whole, in the pump's thread."""
         self.first_byte = first_byte
         """A callback for the answer's beginning, in the pump's thread; False: the client must not see it.
 
@@ -300,7 +248,7 @@ class Pump:
 
     def _read(self, stream: PumpedStream, now: float) -> None:
         try:
-            data = _content(stream)
+            content = _content(stream)
         except BlockingIOError:
             return
         except BackendError as error:
@@ -308,27 +256,39 @@ class Pump:
             self._end(stream, End.SEVERED if stream.cut else End.DIED)
             return
         stream.active = now
-        if data:
-            if stream.first_byte is not None:
-                if not stream.first_byte():
-                    self._end(stream, End.SEVERED)
-                    return
-                stream.first_byte = None
-            try:
-                sent = stream.client.send(data, MSG_DONTWAIT)
-            except BlockingIOError:
-                sent = 0
-            except OSError:
-                self._end(stream, End.CLIENT_GONE)
-                return
-            stream.passed.note(data)
-            stream.relayed += sent
-            stream.pending = data[sent:]
-            if stream.pending and not stream.body.ended:
-                self._hold(stream)
-                return
-        if stream.body.ended:
+        self._send(stream, content)
+
+    def _send(self, stream: PumpedStream, content: bytes) -> None:
+        body = stream.body
+        if content:
+            stream.observe(content)
+        data = body.framed(content)
+        if body.ended and stream.is_whole():
+            data += body.take_end()
+        if data and not self._send_framed(stream, data):
+            return
+        if body.ended:
             self._end(stream, End.COMPLETE)
+        elif stream.pending:
+            self._hold(stream)
+
+    def _send_framed(self, stream: PumpedStream, data: bytes) -> bool:
+        """Send as much as the client takes; False: the stream has ended."""
+        if stream.first_byte is not None:
+            if not stream.first_byte():
+                self._end(stream, End.SEVERED)
+                return False
+            stream.first_byte = None
+        try:
+            sent = stream.client.send(data, MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self._end(stream, End.CLIENT_GONE)
+            return False
+        stream.relayed += sent
+        stream.pending = data[sent:]
+        return True
 
     def _hold(self, stream: PumpedStream) -> None:
         # Unregistered, not masked: a reset engine would otherwise be reported over and over.
@@ -401,54 +361,35 @@ def _content(stream: PumpedStream) -> bytes:
     return stream.body.feed(data)
 
 
-_LAST_EVENT = re.compile(
-    rb'\n(?:data: ?(?:\[DONE\]|\{"error")'
-    rb"|event: ?(?:message_stop|response\.(?:completed|failed|incomplete)|error)\b)"
-)
-"""How streams begin their last event, in the APIs that have one."""
-EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"[DONE]", b"[DONE]\n", b"[DONE]\r\n")
-TAIL = 32
-"""The length of the end of a piece that the beginning of a last event can lie in."""
-
-
-def has_last_event(text: bytes) -> bool:
-    """Whether a line of ``text`` but the first begins a stream's last event."""
-    return _LAST_EVENT.search(text) is not None
-
-
-def has_whole_last_event(text: bytes) -> bool:
-    """The same, and that event has come to its end."""
-    found = _LAST_EVENT.search(text)
-    return found is not None and any(end in text[found.start() :] for end in EVENT_ENDS)
-
-
 class AnswerBody:
-    """An engine's body on its way: ``feed`` gives what its client gets of the bytes that have come of it.
+    """An engine's body on its way: ``feed`` returns its content, ``framed`` what its client gets of that.
 
     ``chunked``: its client gets it in chunks, else as bare bytes.
     """
 
-    __slots__ = ("_chunked", "clean", "end", "ended")
+    __slots__ = ("chunked", "clean", "end", "ended")
+
+    is_framed = True
+    """Whether its framing says where it ends, and not the end of the engine's connection."""
 
     def __init__(self, *, chunked: bool) -> None:
-        self._chunked = chunked
+        self.chunked = chunked
         self.ended = False
         self.clean = True
         """Whether nothing came behind it."""
         self.end = http1.LAST_CHUNK if chunked else b""
+        """The end of its client's framing, until that is sent."""
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether all has come of one that has ended."""
-        return True
+    def framed(self, content: bytes) -> bytes:
+        return http1.chunk(content) if self.chunked else content
 
-    @property
-    def aligned(self) -> bool:
-        """Whether an event of ours could follow what its client has."""
-        return True
+    def take_end(self) -> bytes:
+        """Return the end of its client's framing, once."""
+        end, self.end = self.end, b""
+        return end
 
     def feed(self, data: bytes) -> bytes:
-        """``data``: none at the end of the engine's connection; BackendError if that is too early."""
+        """Return the content in ``data``; none: the connection has ended, BackendError if too early."""
         raise NotImplementedError
 
 
@@ -457,27 +398,22 @@ def _broke_off() -> BackendError:
 
 
 class _Chunks(AnswerBody):
-    """A body that comes in chunks. In chunks it passes byte for byte, its end included."""
+    """A body that comes in chunks."""
 
     __slots__ = ("_counter",)
 
     def __init__(self, *, chunked: bool) -> None:
         super().__init__(chunked=chunked)
         self._counter = http1.ChunkCounter()
-        self.end = b""
-
-    @property
-    def aligned(self) -> bool:
-        return not self._chunked or self._counter.between_chunks
 
     def feed(self, data: bytes) -> bytes:
         if not data:
             raise _broke_off()
-        content: list[bytes] | None = None if self._chunked else []
+        content: list[bytes] = []
         end = self._counter.feed(data, content)
         if end is not None:
             self.ended, self.clean = True, end == len(data)
-        return data[:end] if content is None else b"".join(content)
+        return content[0] if len(content) == 1 else b"".join(content)
 
 
 class _Counted(AnswerBody):
@@ -490,10 +426,6 @@ class _Counted(AnswerBody):
         self._missing = length
         self.ended = length == 0
 
-    @property
-    def aligned(self) -> bool:
-        return self._chunked
-
     def feed(self, data: bytes) -> bytes:
         if not data:
             raise _broke_off()
@@ -501,29 +433,19 @@ class _Counted(AnswerBody):
         data = data[: self._missing]
         self._missing -= len(data)
         self.ended = not self._missing
-        return http1.chunk(data) if self._chunked else data
+        return data
 
 
 class _UntilClose(AnswerBody):
-    """A body until the engine closes: only a last event in it tells that all of it came."""
+    """A body until the engine closes."""
 
-    __slots__ = ("_has_last_event", "_tail")
+    __slots__ = ()
 
-    def __init__(self, *, chunked: bool) -> None:
-        super().__init__(chunked=chunked)
-        self._has_last_event = False
-        self._tail = b"\n"
-
-    @property
-    def is_whole(self) -> bool:
-        return self._has_last_event and self._tail.endswith(EVENT_ENDS)
+    is_framed = False
 
     def feed(self, data: bytes) -> bytes:
         self.ended = not data
-        text = self._tail + data
-        self._has_last_event = self._has_last_event or has_last_event(text)
-        self._tail = text[-TAIL:]
-        return http1.chunk(data) if self._chunked else data
+        return data
 
 
 def body_of(response: http1.Response, *, chunked: bool) -> AnswerBody:

@@ -15,7 +15,7 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Protocol
 
 from anvil_mux.errors import printable
-from anvil_mux.protocol import api
+from anvil_mux.protocol.tokens import NO_TOKENS, Tokens, tokens_in
 
 PATIENCE_SECONDS = 1.0
 """How long whoever reads a pipe may take nothing before lines for it are lost."""
@@ -101,21 +101,32 @@ class Served:
     foreseen: float | None = None
     """The part of the input that its replica was thought to have cached; None: nobody knows if it was."""
     said: bytes = b""
-    """The end of the answer, where engines say what it took; ``count`` reads it and lets go of it."""
+    """A whole answer, in which engines report what it took; ``count`` reads it and lets go of it."""
+    usage: Tokens = NO_TOKENS
+    """The tokens that the engine reported in an answer that came in pieces."""
     is_quiet: bool = False
     """Whether it makes no line if it was answered well: programs, and the open page, ask it over and over."""
 
     def count(self) -> None:
-        """Reads what the answer took, of many records in a row: no client waits for that."""
-        if not self.said:
+        """Read what the answer took, of many records in a row: no client waits for that."""
+        if not self.said and self.usage == NO_TOKENS:
             return
-        answer, prompt, cached = api.tokens_said(self.said)
+        answer, prompt, cached = self.reported()
         self.said = b""
         if answer is not None:
             self.tokens = answer
         self.prompt_tokens, self.cached_tokens = prompt or 0, cached or 0
         if cached is None:
             self.foreseen = None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether an answer that began well was not whole: its status does not tell."""
+        return bool(self.code) and self.status < 400
+
+    def reported(self) -> Tokens:
+        """Return the tokens that the engine reported."""
+        return tokens_in(self.said) if self.said else self.usage
 
     def as_json(self) -> dict[str, object]:
         """Return its fields as they are shown to people."""

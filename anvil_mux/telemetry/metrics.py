@@ -63,6 +63,8 @@ BUCKETS = (
 UNKNOWN = "unknown"
 TOKENS = ("prompt", "cached", "completion")
 """The kinds of tokens; each is of one: what was cached of a prompt is no longer counted as ``prompt``."""
+BROKEN = "broken"
+"""The code of a request whose answer began with a good status and was not whole."""
 FORECASTS = ("hit", "missing", "unforeseen")
 """The kinds of tokens that a replica was thought to have cached, or had: both, only thought, only had."""
 RESULTS = ("ok", "failed", "stuck", "cancelled")
@@ -123,7 +125,7 @@ class CountedRow(defaultdict[Labels, _Value]):
 class _OfRequests(NamedTuple):
     """The places where requests are counted for one model on one route; those that name a preset apart."""
 
-    by_status: Counter[int]
+    by_code: Counter[str]
     durations: Histogram
     waits: Histogram
     first_bytes: Histogram
@@ -314,7 +316,7 @@ class Metrics:
         self.usage.served(model, record)
         route = record.route
         counts = self._by_route.get((model, route, record.preset)) or self._begun(model, route, record.preset)
-        counts.by_status[record.status] += 1
+        counts.by_code[BROKEN if record.is_broken else str(record.status)] += 1
         counts.durations.observe(record.seconds)
         if record.fallback_of:
             of = self._models.get(record.fallback_of, UNKNOWN)
@@ -501,8 +503,8 @@ class Metrics:
     def _sum_up(self) -> None:
         """Bring those rows up to date that finished requests are not counted in one by one."""
         for (model, route, preset), counts in list(self._by_route.items()):
-            for code, count in list(counts.by_status.items()):
-                self._requests[_labels(model, route, str(code), preset)] = count
+            for code, count in list(counts.by_code.items()):
+                self._requests[_labels(model, route, code, preset)] = count
         for (model, preset), tokens in list(self._token_counts.items()):
             for kind, count in zip(TOKENS, tokens, strict=True):
                 self._tokens[_labels(model, kind, preset)] = count

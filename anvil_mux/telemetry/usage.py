@@ -70,7 +70,7 @@ class Usage:
                 self._rows |= self._read(day)
             for row in (self._rows[hour, key, model], self._since_start[key, model]):
                 row[0] += 1
-                row[1] += record.status >= 400
+                row[1] += record.status >= 400 or record.is_broken
                 row[2] += record.prompt_tokens
                 row[3] += record.cached_tokens
                 row[4] += record.tokens

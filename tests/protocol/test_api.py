@@ -360,31 +360,6 @@ def test_what_is_no_error_object_is_not_taken_for_one(body):
     assert api.error_said(body) is None
 
 
-@pytest.mark.parametrize(
-    ("tail", "found"),
-    [
-        (
-            b'"usage": {"prompt_tokens": 12, "prompt_tokens_details": {"cached_tokens": 8}}',
-            (None, 12, 8),
-        ),
-        (b'"usage":{"prompt_tokens":12,"completion_tokens":3}', (3, 12, None)),
-        (b'"usage":{"input_tokens":5,"cache_read_input_tokens":90,"output_tokens":1}', (1, 95, 90)),
-        (b'"usage":{"input_tokens":50,"input_tokens_details":{"cached_tokens":32}}', (None, 50, 32)),
-        (b'"timings":{"cache_n":236,"prompt_n":1},"usage":{"prompt_tokens":237}', (None, 237, 236)),
-        (b'"timings":{"cache_n":236,"prompt_n":1,"prompt_ms":9.5,"predicted_n":64}}', (64, 237, 236)),
-        (b'"timings":{"prompt_n":12,"predicted_n":3}', (3, 12, 0)),
-        (b'"timings":{"prompt_ms":12}', (None, None, None)),
-        (b'"content":"\\"usage\\": {\\"prompt_tokens\\": 3}"', (None, None, None)),
-        (b'"usage":{"content":"\\"prompt_tokens\\": 3"}', (None, None, None)),
-        (b'"usage":{"prompt_tokens":99999999999}', (None, None, None)),
-        (b'{"input_tokens":7}', (None, None, None)),
-        (b"", (None, None, None)),
-    ],
-)
-def test_the_end_of_an_answer_says_how_many_tokens_it_took(tail, found):
-    assert api.tokens_said(tail) == found
-
-
 def test_a_path_below_upstream_is_read_in_few_ways_however_long_it_is():
     path = "/upstream" + "/a" * 4000
     assert [len(name) for name, _ in api.upstream(path)] == [15, 13, 11, 9, 7, 5, 3, 1]

@@ -15,7 +15,7 @@ from anvil_mux.protocol.completions import REMOTE_DECODE
 from anvil_mux.routing.in_flight import InFlightTracker
 from anvil_mux.routing.pipeline import build
 from anvil_mux.routing.routing import Work
-from tests.fake_engine import SSE_HEAD, Answer, Asked, RawClient, Rig, chunk
+from tests.fake_engine import DONE, END, SSE_HEAD, Answer, Asked, RawClient, Rig, chunk
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "so it goes " * 100}], "max_tokens": 50}
 WHERE = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_host": "10.0.0.1"}
@@ -99,8 +99,8 @@ def test_a_stream_is_streamed_by_the_second_stage_only(rig):
     assert second["stream"] is True
     assert (second["min_tokens"], second["max_completion_tokens"]) == (9, 40)
     assert second["stream_options"] == {"include_usage": True}
-    asked.send(SSE_HEAD, chunk(b"data: {}\n\n"), chunk(b""))
-    assert client.read().body == b"data: {}\n\n"
+    asked.send(SSE_HEAD, chunk(b"data: {}\n\n"), END)
+    assert client.read().body == b"data: {}\n\n" + DONE
 
 
 def test_what_a_client_says_of_transfers_is_not_passed_on(rig):

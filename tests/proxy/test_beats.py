@@ -8,7 +8,19 @@ import pytest
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import LoadError
 from anvil_mux.proxy.dispatch import Patience
-from tests.fake_engine import ASK_A, ASK_B, JSON_OK, SSE_HEAD, STREAM_A, RawClient, Rig, chunk, error_in
+from tests.fake_engine import (
+    ASK_A,
+    ASK_B,
+    DONE,
+    END,
+    JSON_OK,
+    SSE_HEAD,
+    STREAM_A,
+    RawClient,
+    Rig,
+    chunk,
+    error_in,
+)
 
 Loading = Callable[..., tuple[Rig, RawClient]]
 
@@ -47,10 +59,10 @@ def test_a_waiting_stream_is_kept_alive_and_then_continued(loading):
     for _ in range(2):
         client.read_until(chunk(b": anvil-mux loading a\n"))
     rig.mechanism.gate.set()
-    rig.engine.next().send(SSE_HEAD, chunk(b"data: 1\n\n"), b"0\r\n\r\n")
+    rig.engine.next().send(SSE_HEAD, chunk(b"data: 1\n\n"), END)
     content, clean = client.read_chunks()
     assert clean
-    assert content.replace(b": anvil-mux loading a\n", b"") == b"data: 1\n\n"
+    assert content.replace(b": anvil-mux loading a\n", b"") == b"data: 1\n\n" + DONE
     rig.answers(client)
 
 
@@ -146,8 +158,8 @@ def test_beats_to_a_client_of_http_1_0_are_not_chunked(loading):
     )
     client.read_until(b"\r\n\r\n: anvil-mux loading a\n")
     rig.mechanism.gate.set()
-    rig.engine.next().send(SSE_HEAD, chunk(b"data: 1\n\n"), b"0\r\n\r\n")
-    assert client.rest() == b"data: 1\n\n"
+    rig.engine.next().send(SSE_HEAD, chunk(b"data: 1\n\n"), END)
+    assert client.rest() == b"data: 1\n\n" + DONE
 
 
 def test_a_request_without_a_stream_is_answered_before_its_client_gives_up(loading):

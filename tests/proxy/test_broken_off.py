@@ -13,6 +13,8 @@ from anvil_mux.proxy import exchange, pump
 from tests.fake_engine import (
     ASK_A,
     ASK_B,
+    DONE,
+    END,
     GUARD,
     JSON_OK,
     SSE_HEAD,
@@ -21,6 +23,7 @@ from tests.fake_engine import (
     Asked,
     RawClient,
     Rig,
+    answer_of,
     chunk,
     error_in,
 )
@@ -36,27 +39,24 @@ CHAT, TEXT, MESSAGES, RESPONSES = (
         pytest.param(CHAT, chunk(b"data: 1\n\n"), Asked.reset, b'data: {"error":', id="reset"),
         pytest.param(MESSAGES, chunk(b"data: 1\n\n"), Asked.close, b"event: error\ndata: ", id="Anthropic"),
         pytest.param(CHAT, chunk(b'data: {"half'), Asked.close, b'\n\ndata: {"error":', id="within an event"),
-        pytest.param(CHAT, b"100\r\ndata: 1\n\n", Asked.close, b"", id="within a chunk"),
-        pytest.param(CHAT, chunk(b"data: 1\n\n"), lambda it: it.send(b"what?\r\n"), b"", id="no chunk"),
+        pytest.param(CHAT, b"100\r\ndata: 1\n\n", Asked.close, b'data: {"error":', id="within a chunk"),
+        pytest.param(
+            CHAT, chunk(b"data: 1\n\n"), lambda it: it.send(b"what?\r\n"), b'data: {"error":', id="no chunk"
+        ),
     ],
 )
-def test_a_stream_that_breaks_off_ends_with_an_error_event_where_one_fits_and_a_cut(
-    rig, path, sent, end, told
-):
+def test_a_stream_that_breaks_off_ends_with_an_error_event_and_a_cut(rig, path, sent, end, told):
     client, asked = rig.asked(STREAM_A, path=path)
     asked.send(SSE_HEAD)
     client.read_until(b"\r\n\r\n")
     asked.send(sent)
-    client.read_until(sent)
+    client.read_until(sent.partition(b"\r\n")[2].removesuffix(b"\r\n") + b"\r\n")
     end(asked)
-    if told:
-        content, clean = client.read_chunks()
-        assert not clean
-        assert content.startswith(told)
-        assert b"backend_unavailable" in content
-        assert b"[DONE]" not in content
-    else:
-        assert client.rest() == b""
+    content, clean = client.read_chunks()
+    assert not clean
+    assert content.startswith(told)
+    assert b"backend_unavailable" in content
+    assert b"[DONE]" not in content
     assert asked.was_left()
     rig.events.wait("released")
     record = rig.events.record()
@@ -88,23 +88,79 @@ def test_a_stream_without_a_length_is_whole_only_with_its_last_event(rig, path, 
 
 
 @pytest.mark.parametrize(
-    ("path", "last"),
+    ("path", "last", "has_error"),
     [
-        (CHAT, (b"data: [DONE]\n\n",)),
-        (TEXT, (b"data:[DO", b"NE]")),
-        (CHAT, (b'data: {"error":{"message":"no"}}\r\n\r\n',)),
-        (MESSAGES, (b"event: message_s", b"top\ndata: {}\n", b"\n")),
-        (RESPONSES, (b"event: response.incomplete\ndata: {", b"x" * 40000 + b"}\n\n")),
-        (RESPONSES, (b"event: response.failed\ndata: {}\n\n",)),
+        (CHAT, (b"data: [DONE]\n\n",), False),
+        (TEXT, (b"data:[DO", b"NE]"), False),
+        (CHAT, (b'data: {"error":{"message":"no"}}\r\n\r\n',), True),
+        (MESSAGES, (b"event: message_s", b"top\ndata: {}\n", b"\n"), False),
+        (RESPONSES, (b"event: response.incomplete\ndata: {", b"x" * 40000 + b"}\n\n"), False),
+        (RESPONSES, (b"event: response.failed\ndata: {}\n\n",), True),
     ],
 )
-def test_a_last_event_is_found_wherever_its_pieces_end(rig, path, last):
+def test_a_last_event_is_found_wherever_its_pieces_end(rig, path, last, has_error):
     sent = [piece[at : at + 10000] for piece in last for at in range(0, len(piece), 10000)]
     client, asked = until_close(rig, path, b"data: {}\n\n", *sent)
     asked.close()
     assert client.read_chunks() == (b"", True)
     rig.events.wait("released")
+    assert rig.events.record().code == ("backend_unavailable" if has_error else "")
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES])
+@pytest.mark.parametrize(
+    "head", [SSE_HEAD, UNTIL_CLOSE, b"Content-Length"], ids=["chunks", "close", "length"]
+)
+def test_a_stream_whose_last_event_is_missing_is_cut_under_every_framing(rig, path, head):
+    """llama-server ends its chunks soundly when a request is cancelled."""
+    content = b'data: {"x":"data: [DONE]"}\n\n' * 3
+    client, asked = rig.asked(STREAM_A, path=path)
+    if head is SSE_HEAD:
+        asked.send(head + chunk(content) + chunk(b""))
+    elif head is UNTIL_CLOSE:
+        asked.send(head + content)
+        asked.close()
+    else:
+        asked.send(answer_of(content, b"Content-Type: text/event-stream"))
+    answer = client.read()
+    assert (answer.body.startswith(content), answer.clean) == (True, False)
+    assert b"backend_unavailable" in answer.body
+    rig.events.wait("released")
+    assert (rig.events.record().status, rig.events.record().code) == (200, "backend_unavailable")
+
+
+@pytest.mark.parametrize("http", [b"1.0", b"1.1"])
+def test_a_cut_stream_with_sound_chunks_is_no_whole_one_for_any_client(rig, http):
+    client = rig.client()
+    request = b"POST %b HTTP/%b\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b"
+    client.send(request % (CHAT, http, len(STREAM_A), STREAM_A))
+    rig.engine.next().send(SSE_HEAD + chunk(b"data: 1\n\n") + chunk(b""))
+    told = client.rest()
+    assert b'data: {"error":' in told
+    assert not told.endswith(b"0\r\n\r\n")
+
+
+def test_an_engine_that_says_why_it_ended_and_sends_no_done_is_whole(rig):
+    last = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\n'
+    client, asked = rig.asked(STREAM_A, path=CHAT)
+    asked.send(SSE_HEAD + chunk(last) + chunk(b""))
+    answer = client.read()
+    assert (answer.body, answer.clean) == (last, True)
+    rig.events.wait("released")
     assert rig.events.record().code == ""
+
+
+@pytest.mark.parametrize(
+    ("end", "clean"), [(b'{"x":[1,"a]}"]}', True), (b'{"x":[1,"a]}"', False), (b"", False)]
+)
+def test_a_json_answer_until_the_engine_closes_is_cut_where_it_does_not_parse(rig, end, clean):
+    client, asked = rig.asked(ASK_A, path=CHAT)
+    asked.send(b"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n" + end)
+    asked.close()
+    answer = client.read()
+    assert (answer.body, answer.clean) == (end, clean)
+    rig.events.wait("released")
+    assert rig.events.record().code == ("" if clean else "backend_unavailable")
 
 
 def test_a_last_event_that_is_cut_within_does_not_count(rig):
@@ -222,9 +278,9 @@ def test_a_stream_ends_whole_before_another_model_is_loaded(rig):
     asked = rig.streams(first)
     second.post(ASK_B)
     rig.events.wait("draining")
-    asked.send(chunk(b"data: 2\n\n"), b"0\r\n\r\n")
+    asked.send(chunk(b"data: 2\n\n"), END)
     content, clean = first.read_chunks()
-    assert (content, clean) == (b"data: 2\n\n", True)
+    assert (content, clean) == (b"data: 2\n\n" + DONE, True)
     assert second.read().body == b"{}"
     assert not rig.events.of("severed")
 
@@ -377,7 +433,6 @@ def test_a_client_that_leaves_after_the_last_event_had_a_whole_answer(rig, monke
     client.read_until(last + b"\r\n")
     if framing:  # llama-server sends its end in two pieces
         asked.send(framing)
-        client.read_until(framing)
     client.leave()
     assert asked.was_left()
     rig.events.wait("released")

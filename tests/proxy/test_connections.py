@@ -10,7 +10,7 @@ from anvil_mux.config.config import Backend
 from anvil_mux.errors import LoadError
 from anvil_mux.host.seam import Evicted
 from anvil_mux.proxy import connections, exchange
-from tests.fake_engine import ASK_A, GUARD, JSON_OK, RawClient, Rig, chunk
+from tests.fake_engine import ASK_A, DONE, END, GUARD, JSON_OK, RawClient, Rig, chunk
 from tests.running import seen
 
 Looks = threading.Semaphore
@@ -272,8 +272,8 @@ def test_a_connection_that_is_closed_without_an_answer_is_the_failure_of_its_req
     answer = client.read()
     assert (answer.status, answer.code) == (502, "backend_unavailable")
     assert rig.engine.asked.empty()
-    stream.send(chunk(b"data: 2\n\n"), chunk(b""))
-    assert streaming.read_chunks() == (b"data: 2\n\n", True)
+    stream.send(chunk(b"data: 2\n\n"), END)
+    assert streaming.read_chunks() == (b"data: 2\n\n" + DONE, True)
     rig.answers(client)
     assert rig.events.of("draining") == []
     assert len(rig.events.of("loading")) == 1

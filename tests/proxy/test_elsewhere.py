@@ -23,6 +23,8 @@ from anvil_mux.multiplexer.circuits import MOST_FAILURES
 from anvil_mux.proxy import connections
 from anvil_mux.proxy.dispatch import Patience, is_reason
 from tests.fake_engine import (
+    DONE,
+    END,
     GUARD,
     JSON_OK,
     SSE_HEAD,
@@ -326,11 +328,11 @@ def test_who_waits_for_a_place_too(world):
 def test_a_stream_that_has_begun_to_wait_goes_on_with_the_fallback(world):
     rig = world(a={**GPT, "fallback_after": 0.3}, patience=Patience(grace=0.0))
     rig.mechanism.gate.clear()
-    rig.other.answer = lambda _: SSE_HEAD + chunk(b"data: {}\n\n") + b"0\r\n\r\n"
+    rig.other.answer = lambda _: SSE_HEAD + chunk(b"data: {}\n\n") + END
     answer = rig.ask(b'{"model":"a","stream":true}')
     assert answer.clean
     assert b": anvil-mux gpt answers instead of a (fell_back)" in answer.body
-    assert answer.body.endswith(b"data: {}\n\n")
+    assert answer.body.endswith(b"data: {}\n\n" + DONE)
 
 
 def test_no_fallback_once_the_client_has_seen_a_byte(world):
@@ -359,7 +361,7 @@ def test_an_open_circuit_falls_back_at_once(world):
 def test_a_stream_that_does_not_begin_in_time_falls_back(world):
     rig = world(gpt={"fallback": ("a",), "fallback_after": 0.01})
     rig.other.answer = None
-    rig.engine.answer = lambda _: SSE_HEAD + chunk(b"data: {}\n\n") + b"0\r\n\r\n"
+    rig.engine.answer = lambda _: SSE_HEAD + chunk(b"data: {}\n\n") + END
     answer = rig.ask(b'{"model":"gpt","stream":true}')
     assert answer.header(b"X-Anvil-Fallback") == b"a; gpt backend_unavailable"
     assert rig.other.next().was_left()
@@ -521,8 +523,8 @@ def test_tls_is_verified(world, tmp_path, *, trusted):
         answer = client.ask(b'{"model":"gpt"}')
         if trusted:
             assert answer.status == 200
-            rig.other.answer = lambda _: SSE_HEAD + chunk(b"data: {}\n\n") + b"0\r\n\r\n"
-            assert client.ask(b'{"model":"gpt","stream":true}').body == b"data: {}\n\n"
+            rig.other.answer = lambda _: SSE_HEAD + chunk(b"data: {}\n\n") + END
+            assert client.ask(b'{"model":"gpt","stream":true}').body == b"data: {}\n\n" + DONE
         else:
             assert answer.status == 502
             assert b"its certificate was refused" in answer.body

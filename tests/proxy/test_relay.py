@@ -11,9 +11,20 @@ from io import FileIO
 
 import pytest
 
-from anvil_mux.protocol import api, http1
+from anvil_mux.protocol import http1
 from anvil_mux.proxy import connections, pump
-from tests.fake_engine import ASK_A, JSON_OK, SSE_HEAD, STREAM_A, UNTIL_CLOSE, Answer, answer_of, chunk
+from tests.fake_engine import (
+    ASK_A,
+    DONE,
+    END,
+    JSON_OK,
+    SSE_HEAD,
+    STREAM_A,
+    UNTIL_CLOSE,
+    Answer,
+    answer_of,
+    chunk,
+)
 from tests.running import seen
 
 # Answers
@@ -124,8 +135,8 @@ def test_the_first_event_reaches_the_client_before_the_last_is_sent(rig):
     for number in range(20):
         asked.send(chunk(b"data: %d\n\n" % number))
         assert client.read_until(b"\n\n\r\n").endswith(b"data: %d\n\n\r\n" % number)
-    asked.send(b"0\r\n\r\n")
-    assert client.read_until(b"0\r\n\r\n") == b"0\r\n\r\n"
+    asked.send(END)
+    assert client.read_until(b"0\r\n\r\n") == END
     rig.answers(client)
     assert len(rig.engine.connections) == 1
 
@@ -133,9 +144,9 @@ def test_the_first_event_reaches_the_client_before_the_last_is_sent(rig):
 @pytest.mark.parametrize("end", [b"0\r\n\r\nHTTP/1.1 200 OK\r\n", b"0\r\n\r\n"])
 def test_what_an_engine_sends_beyond_its_answer_is_nobodys(rig, end):
     client, asked = rig.asked(STREAM_A)
-    asked.send(SSE_HEAD + chunk(b"data: 1\n\n") + end)
+    asked.send(SSE_HEAD + chunk(DONE) + end)
     answer = client.read()
-    assert (answer.body, answer.clean) == (b"data: 1\n\n", True)
+    assert (answer.body, answer.clean) == (DONE, True)
     rig.answers(client)
     assert len(rig.engine.connections) == (1 if end == b"0\r\n\r\n" else 2)
 
@@ -158,11 +169,11 @@ def test_chunks_are_taken_apart_for_a_client_of_http_1_0(rig):
         b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(STREAM_A), STREAM_A)
     )
     asked = rig.engine.next()
-    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"), chunk(b"data: 2\n\n"), b"0\r\n\r\n")
+    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"), chunk(b"data: 2\n\n"), END)
     answer = client.read()
     assert answer.header(b"transfer-encoding") is None
     assert answer.header(b"connection") == b"close"
-    assert answer.body == b"data: 1\n\ndata: 2\n\n"
+    assert answer.body == b"data: 1\n\ndata: 2\n\n" + DONE
 
 
 @pytest.mark.parametrize("more", [b"", b"more"])
@@ -187,14 +198,14 @@ def test_a_client_that_does_not_read_stops_the_engine_and_gets_every_byte_later(
     asked.send(SSE_HEAD)
     client.read_until(b"\r\n\r\n")
     event = b"data: " + b"x" * 65536 + b"\n\n"
-    sender = threading.Thread(target=lambda: asked.send(*[chunk(event)] * 300, b"0\r\n\r\n"))
+    sender = threading.Thread(target=lambda: asked.send(*[chunk(event)] * 300, END))
     sender.start()
     assert held.wait(20)
     assert sender.is_alive(), "nothing held the engine back"
     content, clean = client.read_chunks()
     sender.join()
     assert clean
-    assert content == event * 300
+    assert content == event * 300 + DONE
 
 
 def test_a_client_that_never_reads_again_is_left(make_rig, monkeypatch):
@@ -220,15 +231,15 @@ def test_many_streams_at_once_do_not_mix(rig):
     for part in range(10):
         for number, each in asked.items():
             each.send(chunk(b"data: %d.%d\n\n" % (number, part)))
-    asked[0].send(b"0\r\n\r\n")
+    asked[0].send(END)
     rig.events.record()
     for number, each in asked.items():
         if number:
-            each.send(b"0\r\n\r\n")
+            each.send(END)
     for number, client in enumerate(clients):
         answer = client.read()
         assert answer.clean
-        assert answer.body == b"".join(b"data: %d.%d\n\n" % (number, part) for part in range(10))
+        assert answer.body == b"".join(b"data: %d.%d\n\n" % (number, part) for part in range(10)) + DONE
     rig.events.record(40)
     assert len(rig.relay.pump) == 0
 
@@ -254,7 +265,7 @@ def test_a_client_that_leaves_while_its_stream_begins_leaves_nothing_behind():
     upstream.moved = moved = pump.Pump()
     response = http1.parse_response(SSE_HEAD, "POST")
     streams = [
-        pump.PumpedStream(upstream, each, pump.body_of(response, chunked=True), pump.Passed())
+        pump.PumpedStream(upstream, each, pump.body_of(response, chunked=True), print)
         for each in (left, client)
     ]
     far_left.close()
@@ -271,7 +282,7 @@ def test_a_stream_ends_once_whatever_is_seen_of_it_later(monkeypatch):
     (engine, upstream), (client, far) = socket.socketpair(), socket.socketpair()
     moved = pump.Pump(silence_timeout=10.0)
     response = http1.parse_response(SSE_HEAD, "POST")
-    stream = pump.PumpedStream(upstream, client, pump.body_of(response, chunked=True), pump.Passed())
+    stream = pump.PumpedStream(upstream, client, pump.body_of(response, chunked=True), print)
     moved._streams[-1] = stream
     for now in (100.0, 200.0):
         moved._sweep(now)
@@ -290,7 +301,7 @@ def test_only_silence_ends_a_long_stream(monkeypatch):
     client, far = socket.socketpair()
     moved = pump.Pump(silence_timeout=10.0)
     response = http1.parse_response(SSE_HEAD, "POST")
-    stream = pump.PumpedStream(upstream, client, pump.body_of(response, chunked=True), pump.Passed())
+    stream = pump.PumpedStream(upstream, client, pump.body_of(response, chunked=True), print)
     moved._streams[-1] = stream
     for now in (100.0, 109.0, 118.0):
         engine.sendall(chunk(b"data: 1\n\n"))
@@ -316,29 +327,45 @@ def test_the_tokens_of_an_answer_are_those_that_the_engine_says(rig):
     assert (record.tokens, record.prompt_tokens, record.cached_tokens) == (37, 12, 8)
 
 
-def test_what_a_stream_says_of_tokens_is_found_wherever_its_pieces_end():
-    usage = b'{"prompt_tokens":12,"completion_tokens":37,"prompt_tokens_details":{"cached_tokens":821}}'
-    stream = b'data: {"x":1}\n\n' * 3 + b'data: {"usage":%b}\n\ndata: [DONE]\n\n' % usage
-    for end in range(1, len(stream)):
-        passed = pump.Passed()
-        for piece in (stream[:end], stream[end:]):
-            passed.note(piece)
-        assert api.tokens_said(passed.usage) == (37, 12, 821), end
-
-
 @pytest.mark.parametrize(
-    ("end", "tokens"), [(b"data: [DONE]\n\n", 3), (b'data: {"usage":{"completion_tokens":41}}\n\n', 41)]
+    ("end", "tokens"), [(b": nothing\n\n", 3), (b'data: {"usage":{"completion_tokens":41}}\n\n', 41)]
 )
 def test_the_tokens_of_a_stream_are_its_events_unless_it_says(rig, end, tokens):
     client, asked = rig.asked(STREAM_A)
     event = chunk(b'data: {"choices":[]}\n\n')
     asked.send(SSE_HEAD, event)
     client.read_until(event)  # the rest comes by way of the pump
-    asked.send(event, event)
-    client.read_until(event)
-    asked.send(chunk(end), b"0\r\n\r\n")
+    for _ in range(2):
+        asked.send(event)
+        client.read_until(event)
+    asked.send(chunk(end), END)
     client.read_until(b"0\r\n\r\n")
     assert rig.events.record(1).tokens == tokens
+
+
+def test_the_tokens_of_a_stream_are_merged_over_its_events(rig):
+    start = {"type": "message_start", "message": {"usage": {"input_tokens": 4321, "output_tokens": 0}}}
+    end = {"type": "message_delta", "usage": {"output_tokens": 40}}
+    client, asked = rig.asked(b'{"model":"a","stream":true,"messages":[]}', path=b"/v1/messages")
+    asked.send(SSE_HEAD, chunk(b"event: message_start\ndata: %b\n\n" % json.dumps(start).encode()))
+    client.read_until(b"\n\n\r\n")  # the rest comes by way of the pump
+    for _ in range(100):
+        asked.send(chunk(b'event: content_block_delta\ndata: {"type":"content_block_delta"}\n\n'))
+    asked.send(chunk(b"event: message_delta\ndata: %b\n\n" % json.dumps(end).encode()))
+    asked.send(chunk(b'event: message_stop\ndata: {"type":"message_stop"}\n\n'), b"0\r\n\r\n")
+    assert client.read_chunks()[1]
+    record = rig.events.record(1)
+    assert (record.tokens, record.prompt_tokens, record.code) == (40, 4321, "")
+
+
+def test_tokens_are_read_from_an_answer_in_chunks_that_is_no_stream(rig):
+    client, asked = rig.asked(ASK_A)
+    body = b'{"usage":{"prompt_tokens":12,"completion_tokens":3},"prompt_token_ids":[%b1]}' % (b"1," * 2000)
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    asked.send(head, chunk(body[:50]), chunk(body[50:]), chunk(b""))
+    assert client.read().body == body
+    record = rig.events.record(1)
+    assert (record.tokens, record.prompt_tokens) == (3, 12)
 
 
 def test_an_answer_that_is_no_text_has_no_tokens(rig):
@@ -363,8 +390,8 @@ def test_a_mistake_with_one_stream_ends_that_one_and_no_other(rig, monkeypatch):
     first.send(chunk(b"data: mistake\n\n"))
     body, clean = wrong.read_chunks()
     assert (b"mistake" in body, clean) == (False, False)
-    second.send(chunk(b"data: 2\n\n"), b"0\r\n\r\n")
-    assert other.read_chunks() == (b"data: 2\n\n", True)
+    second.send(chunk(b"data: 2\n\n"), END)
+    assert other.read_chunks() == (b"data: 2\n\n" + DONE, True)
 
 
 def test_where_no_connection_can_be_opened_the_request_is_refused_and_its_engine_not_doubted(

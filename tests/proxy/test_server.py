@@ -17,6 +17,8 @@ from tests.fake_engine import (
     ASK_B,
     ASK_HEAD,
     ASK_LIVEZ,
+    DONE,
+    END,
     GUARD,
     JSON_OK,
     RawClient,
@@ -284,8 +286,8 @@ def test_a_drain_finishes_what_runs_and_refuses_what_waits(rig):
     assert answer.header(b"retry-after") == b"10"
     assert idle.is_closed()
     assert drain.is_alive()
-    asked.send(chunk(b"data: 2\n\n"), b"0\r\n\r\n")
-    assert running.read_chunks() == (b"data: 2\n\n", True)
+    asked.send(chunk(b"data: 2\n\n"), END)
+    assert running.read_chunks() == (b"data: 2\n\n" + DONE, True)
     assert running.is_closed()
     drain.join()
     assert ended == [True]

@@ -115,7 +115,7 @@ def test_a_stream_ends_with_its_engine_whatever_its_client_has_not_taken():
         fill(near)
         moved = pump.Pump(silence_timeout=1e6, client_timeout=1e6)
         response = http1.parse_response(SSE_HEAD, "POST")
-        last = pump.PumpedStream(upstream, near, pump.body_of(response, chunked=True), pump.Passed())
+        last = pump.PumpedStream(upstream, near, pump.body_of(response, chunked=True), print)
         said = chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
         engine.sendall(said)
         moving = threading.Thread(target=moved.relay, args=(last,), daemon=True)
@@ -130,7 +130,7 @@ def test_an_engine_that_is_slow_is_no_stalled_client():
     near, far = socket.socketpair()
     moved = pump.Pump(silence_timeout=1e6, client_timeout=0.0)
     response = http1.parse_response(SSE_HEAD, "POST")
-    slow = pump.PumpedStream(upstream, near, pump.body_of(response, chunked=True), pump.Passed())
+    slow = pump.PumpedStream(upstream, near, pump.body_of(response, chunked=True), print)
     moved._streams[-1] = slow
     engine.sendall(chunk(b"data: 1\n\n"))
     moved._read(slow, 100.0)

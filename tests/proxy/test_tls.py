@@ -20,7 +20,7 @@ from anvil_mux.host.hosts import trust
 from anvil_mux.proxy import connections
 from anvil_mux.serve.files import tls_context
 from tests.cli.demo import compose, state
-from tests.fake_engine import ASK_LIVEZ, GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
+from tests.fake_engine import ASK_LIVEZ, END, GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
 from tests.running import begin, seen
 
 __all__ = ["state"]
@@ -74,7 +74,7 @@ def test_a_stream_arrives_event_by_event(rig, connect):
     for event in (b"data: 1\n\n", b"data: 2\n\n"):
         asked.send((SSE_HEAD if event[6:7] == b"1" else b"") + chunk(event))
         client.read_until(event)
-    asked.send(b"0\r\n\r\n")
+    asked.send(END)
     client.read_until(b"0\r\n\r\n")
 
 

@@ -486,6 +486,14 @@ def test_a_served_request_is_counted_with_its_times():
     assert value(seen, "anvil_time_to_first_byte_seconds_count", model="a") == 1
 
 
+def test_an_answer_that_was_not_whole_is_counted_by_a_code_of_its_own():
+    seen = metrics()
+    seen.served(record(status=200, code="backend_unavailable"))
+    route = "/v1/chat/completions"
+    assert value(seen, "anvil_requests_total", model="a", route=route, code="broken") == 1
+    assert value(seen, "anvil_requests_total", model="a", route=route, code="200") is None
+
+
 def test_labels_never_come_from_clients():
     seen = metrics()
     seen.served(record(model="bee", path="/chat/completions"))

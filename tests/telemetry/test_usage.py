@@ -65,6 +65,12 @@ def test_it_is_counted_by_key_and_model_those_with_most_gpu_time_first():
     ]
 
 
+def test_an_answer_that_was_not_whole_has_failed():
+    usage = Usage(wall=Wall())
+    usage.served("a", served(status=200, code="severed"))
+    assert usage.since(0.0) == [row("alice", "a", failed=1)]
+
+
 def test_a_request_that_no_backend_served_used_nothing():
     usage = Usage(wall=Wall())
     usage.served("a", served(backend="", status=503))

@@ -21,6 +21,7 @@ from anvil_mux.host.engine_client import EngineClient, SleepApi, has_error
 from anvil_mux.host.engines import ENGINES
 from anvil_mux.protocol import anthropic, api, cards, foreign, ollama
 from anvil_mux.protocol.completions import Translation
+from anvil_mux.protocol.tokens import tokens_in
 from anvil_mux.serve.polling import load_of, load_of_slots
 from tests.values.cases import Says, base_of, said
 from tests.values.drawing import changes_of
@@ -126,7 +127,7 @@ def _card(says: Says) -> None:
 
 def _usage(says: Says) -> None:
     text = said(says, "small").encode("utf-8", "surrogatepass")
-    api.tokens_said(text)
+    tokens_in(text)
     api.error_said(text)
     has_error(text)
 

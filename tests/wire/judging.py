@@ -268,6 +268,8 @@ LINE_ENDS = 2
 def must_be_cut(ask: Ask) -> bool:
     """Whether its client has to see that not all came: HTTP tells, or else the last event of the API does."""
     answer, way = ask.answer, WAYS[ask.way]
+    if _lacks_last_event(ask):
+        return True
     if answer.cut < 0 or answer.status in BODYLESS:
         return False
     if answer.framing != "close":
@@ -282,7 +284,14 @@ def may_be_cut(ask: Ask) -> bool:
     """Whether its client may see less than all."""
     answer = ask.answer
     endless = answer.kind == "events" and answer.framing == "close" and not answer.last
-    return answer.cut >= 0 or answer.end == "reset" or endless or leaves(ask)
+    return answer.cut >= 0 or answer.end == "reset" or endless or _lacks_last_event(ask) or leaves(ask)
+
+
+def _lacks_last_event(ask: Ask) -> bool:
+    """Whether it is a stream that its API ends with an event, which does not come."""
+    answer = ask.answer
+    is_stream = answer.kind == "events" and not answer.packed and answer.status < 300
+    return is_stream and not answer.last and answer.status not in BODYLESS and bool(WAYS[ask.way].events)
 
 
 def _of_cut_body(answer: Answer, reader: AnswerReader, content: bytes) -> Iterator[str]:
