@@ -140,7 +140,7 @@ def test_a_whole_answer_without_a_length_ends_as_tls_ends(rig, connect):
 def test_a_server_elsewhere_that_does_not_end_tls_has_given_no_whole_answer(files, end):
     ours, theirs = socket.socketpair()
     with ThreadPoolExecutor() as pool:
-        begun = pool.submit(connections.begun, ours, trust(files[0]), "localhost", GUARD)
+        begun = pool.submit(connections.begun, ours, trust(files[0]), "localhost", GUARD, lambda: None)
         secure = connections.build_context(*files).wrap_socket(theirs, server_side=True)
         plain = begun.result(GUARD)
         plain.settimeout(GUARD)
