@@ -43,9 +43,11 @@ KEYS_IN_QUERY = frozenset(
     ["key", "api_key", "api-key", "apikey", "token", "access_token", "subscription-key"]
 )
 """The names under which APIs take a key in the query, which a server elsewhere does not get."""
-_NOT_THEIRS = frozenset([b"x-request-id", b"content-encoding", WARM, VIA])
-"""The fields of a client that no engine gets: its request has an id and a way of ours, and its body was
-unpacked."""
+CONVERSATION = b"x-conversation-id"
+"""The field under which llama-server continues an answer without its client, for whoever knows the id."""
+_NOT_THEIRS = frozenset([b"x-request-id", b"content-encoding", CONVERSATION, WARM, VIA])
+"""The fields of a client that no engine gets: its request has an id and a way of ours, its body was
+unpacked, and its answer ends with its lease."""
 _NOT_PACKED = _NOT_THEIRS | {b"accept-encoding"}
 _KEYS = frozenset(FIELDS)
 UPGRADE = {b"connection": b"Upgrade", b"upgrade": b"websocket"}

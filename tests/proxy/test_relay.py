@@ -316,6 +316,13 @@ def test_only_silence_ends_a_long_stream(monkeypatch):
         end.close()
 
 
+def test_no_engine_learns_of_a_conversation_that_outlives_its_client(rig):
+    for ask in (ASK_A, STREAM_A):
+        _, asked = rig.asked(ask, extra=b"X-Conversation-Id: conv-of-v\r\n")
+        assert b"conv-of-v" not in asked.head
+        asked.send(JSON_OK)
+
+
 # Tokens
 
 
