@@ -10,6 +10,7 @@ import argparse
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -108,7 +109,7 @@ def check(given: argparse.Namespace) -> int:
     print_diagnostics(diagnostics)
     for line in _gpu_lines(gpus):
         say(line)
-    for line in left_lines(config.project):
+    for line in dict.fromkeys([*left_lines(config.project), *_others_lines(config)]):
         say(f"warning: {line}")
     counts = f"{counted(config.backends, 'backend')}, {counted(warnings, 'warning')}"
     say(f"{counts}; will listen on {config.host}:{config.port}")
@@ -274,6 +275,18 @@ def vram_to_declare(config: Config, known: Known) -> Iterator[str]:
                 short, sentence = f"{fact}; declared, {benefit}", f"{fact}: declare {write}, and {benefit}"
             key = ("services", backend.name, "x-anvil", "vram")
             yield Diagnostic(sentence, said=short, write=write, key=key)
+
+
+def _others_lines(config: Config) -> list[str]:
+    """Say what other anvil-mux have and do on the GPUs of this machine."""
+    from anvil_mux.host import check
+    from anvil_mux.host.seam import HostConfig
+
+    own = HostConfig.of(config)
+    found: list[str] = []
+    with suppress(MuxError):  # Docker is away, which is told above
+        found = check.occupants(own)
+    return [*check.gpus_of_others(own), *found]
 
 
 def _gpu_lines(found: Sequence[VendorGpus]) -> Iterator[str]:

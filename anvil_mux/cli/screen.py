@@ -82,10 +82,12 @@ def add_events(command: argparse.ArgumentParser) -> None:
 
 
 def ps(given: argparse.Namespace) -> int:
+    from anvil_mux.host.check import shared_gpus
+
     try:
         return answer(given, ask(given, "GET", "/healthz", accept=(200, 503)), _print_status)
     finally:
-        for line in () if given.json else left_lines():
+        for line in () if given.json else [*left_lines(), *shared_gpus()]:
             say(line)
 
 

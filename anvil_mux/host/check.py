@@ -179,6 +179,38 @@ def _weights(backend: Backend) -> Iterator[tuple[str, str, str]]:
         yield "command", place, f"its model {place} is not there"
 
 
+def shared_gpus() -> list[str]:
+    """Say which GPUs of this machine several anvil-mux use."""
+    from anvil_mux.host import claims
+
+    return claims.shared_gpus(os.environ)
+
+
+def gpus_of_others(config: HostConfig) -> list[str]:
+    """Say which GPUs of a configuration an anvil-mux of another project uses."""
+    from anvil_mux.host import claims
+
+    gpus = {gpu for backend in config.backends for gpu in backend.gpus}
+    return [
+        f"GPU {each.gpu} is used by another anvil-mux: {each.who}"
+        for each in claims.claimed_gpus(os.environ)
+        if each.gpu in gpus and each.project != config.project
+    ]
+
+
+def occupants(config: HostConfig) -> list[str]:
+    """Say which engines of others run here, with the commands that end them; BackendError.
+
+    Those that ``anvil-mux stop --all`` ends are left out: they are told by project.
+    """
+    from anvil_mux.host.occupants import STOP, find_occupants
+    from anvil_mux.state import state_folder
+
+    found = find_occupants(config, state_folder(config.project, os.environ), os.environ, lambda pid: None)
+    told = [each for each in found if each.end != STOP]
+    return [f"{each}{f'. To end it: {each.end}' if each.end else ''}" for each in told]
+
+
 def questions() -> Sequence[Callable[[HostConfig], list[str]]]:
     """All questions about what a host may lack for a configuration."""
     from anvil_mux.host.project import missing_images

@@ -350,6 +350,10 @@ class ContainerEngine:
         """The low-level runtimes that it knows, such as runc and nvidia."""
         return list(self._json("/info").get("Runtimes") or ())
 
+    def identity(self) -> str:
+        """Return the id by which an engine is told from all others; "" if it has none."""
+        return str(self._json("/info").get("ID") or "")
+
     def about(self) -> About:
         """Ask the engine which one it is, and how it runs."""
         info = self._json("/info")
@@ -520,10 +524,10 @@ def read_event(line: str) -> ContainerEvent:
     return ContainerEvent(
         kind,
         told.get("container", "") if kind == "disconnect" else str(actor.get("ID", "")),
-        told.get(f"{LABEL}.project", ""),
-        told.get(f"{LABEL}.service", ""),
-        count_in(told.get(f"{LABEL}.container-number", "1")) or 1,
-        count_in(told.get("exitCode", "")),
+        project=told.get(f"{LABEL}.project", ""),
+        service=told.get(f"{LABEL}.service", ""),
+        number=count_in(told.get(f"{LABEL}.container-number", "1")) or 1,
+        code=count_in(told.get("exitCode", "")),
     )
 
 

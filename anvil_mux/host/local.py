@@ -42,6 +42,7 @@ from anvil_mux.config.kinds import gib
 from anvil_mux.config.service import Mounts
 from anvil_mux.errors import BackendError, ConfigError, LoadError, MuxError
 from anvil_mux.host import cuda_checkpoint, engines, gpus
+from anvil_mux.host.claims import Claims
 from anvil_mux.host.containers import ContainerRuntime, DockerByHand
 from anvil_mux.host.engines import LoadLogs
 from anvil_mux.host.gpus import GpuMonitor, Gpus
@@ -148,6 +149,7 @@ class LocalHost:
         self._environ = os.environ if environ is None else environ
         self._state = state = state_folder(config.project, self._environ)
         self._notes = Notes(state)
+        self._claims = Claims(self._environ)
         self._board = NewsBoard()
         self._prompts = PromptCache(kept=self._prompts_kept, state=state)
         self._swapper = Swapper(
@@ -175,6 +177,7 @@ class LocalHost:
         was seen."""
         self._paused: frozenset[str] = frozenset()
         """The backends that somebody else has paused."""
+        self._is_claimed = False
         self._loads: dict[str, int] = {}
         """Backend -> the number of the load that brought it up; without those that were adopted."""
 
@@ -187,6 +190,16 @@ class LocalHost:
         for backend in self._config.backends:
             self._prompts.tell(backend)
 
+    def claim(self) -> list[str]:
+        """Claim the project and its GPUs, and return a warning for each that another anvil-mux uses.
+
+        BackendError if another one serves the project.
+        """
+        self._claims.take_project(self._config)
+        self._claims.take_gpus(self._config)
+        self._is_claimed = True
+        return self._claims.others(self._config)
+
     def inventory(self) -> Inventory:
         return self._inventory
 
@@ -196,6 +209,8 @@ class LocalHost:
         added = [backend.name for backend in config.backends if backend.name not in known]
         _refuse_missing_images(config, [*changed, *added])
         self.runtime.reconfigure(config)
+        if self._is_claimed:
+            self._claims.take_gpus(config)
         self._notes.add(config.backends)
         self._gpu_monitor.look_at(_used(config))
         self._backends = {**{backend.name: backend for backend in config.backends}, **self._backends}
@@ -361,6 +376,7 @@ class LocalHost:
         self._gpu_monitor.worker.close()
         self._watch.close()
         self.runtime.close()
+        self._claims.close()
 
     def _took(self, backend: Backend, phase: str, seconds: float) -> None:
         self._board.put(PhaseTook(backend.name, phase, seconds))

@@ -27,7 +27,7 @@ from anvil_mux.config.change import Change, compare, within
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Keyring
 from anvil_mux.config.kinds import gib
-from anvil_mux.errors import MuxError
+from anvil_mux.errors import BackendError, MuxError
 from anvil_mux.host.local import LocalHost
 from anvil_mux.host.seam import LOG_LINES, HostConfig
 from anvil_mux.multiplexer.driver import Running
@@ -92,6 +92,12 @@ class Parts:
         self.pin = partial(run_on, cpus)
         """Moves the calling thread to where requests are served."""
         local = LocalHost(HostConfig.of(config), opened.lock)
+        try:
+            shared = local.claim()
+        except BackendError as error:
+            raise CannotServe(error.message) from None
+        for warning in shared:
+            self.say(f"warning: {warning}")
         self.config = complete(config, local, in_cluster=opened.cluster is not None)
         """The configuration that is in effect."""
         self._warn(self.config, config)

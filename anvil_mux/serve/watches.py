@@ -114,10 +114,10 @@ class HostWatches:
         def started(backend: Backend) -> None:
             clock.spawn(partial(adoption.take_over, backend), f"adopt-{backend.name}")
 
-        self._news = NewsReader("", hosts.local, mux, took, read_ahead, started)
+        self._news = NewsReader("", hosts.local, mux, took, read_ahead, started=started)
 
         def watch(host: RemoteHost, *, is_lost: bool) -> HostWatch:
-            news = NewsReader(host.name, host, mux, took, read_ahead, started)
+            news = NewsReader(host.name, host, mux, took, read_ahead, started=started)
             return HostWatch(host, mux, adoption, news, clock=clock, say=say, fenced=fenced, is_lost=is_lost)
 
         self._watch = watch

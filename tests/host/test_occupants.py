@@ -14,6 +14,7 @@ from anvil_mux.errors import LoadError
 from anvil_mux.host.local import LeftEngines, LocalHost
 from anvil_mux.host.seam import MACHINE, HostConfig, Occupant
 from anvil_mux.state import state_folder
+from tests.host.test_processes import running
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMMAND = (str(ROOT / "bin" / "demo-engine"), "--model", "a", "--load-seconds", "0")
@@ -91,7 +92,7 @@ def test_an_engine_of_the_same_description_is_adopted(open_host, tmp_path, lose,
     assert second.adopt(A).url == url
     assert second.occupants() == []
     second.evict(A, "stop")
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(map(running, pids))
 
 
 @pytest.mark.parametrize("lose", LOST)
@@ -135,4 +136,4 @@ def test_left_engines_are_ended_by_the_command_whatever_was_lost(open_host, tmp_
     left = LeftEngines(folder)
     assert left.names == ["a"]
     left.stop()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(map(running, pids))

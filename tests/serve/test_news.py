@@ -53,7 +53,7 @@ class Listener:
 
     def reader(self, host: str = "", took: Any = None) -> NewsReader:
         return NewsReader(
-            host, cast(Any, self), cast(Any, self), took or self.took, self.read_ahead, self.started
+            host, cast(Any, self), cast(Any, self), took or self.took, self.read_ahead, started=self.started
         )
 
 

@@ -1,0 +1,148 @@
+"""Claims of an anvil-mux that serves, which every other one on the machine sees, of whatever user it is.
+
+A claim is a socket of the kernel with a name that only one can have, and ends with the process that has it.
+One is to the containers of a project on its container engine: two would adopt and evict each other's engines,
+and the lock in the state folder protects them from programs of the same user alone. The others tell which
+GPUs are used. Only programs in the same network namespace see them.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import socket
+import struct
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+from anvil_mux.errors import BackendError, MuxError
+from anvil_mux.host.docker_api import ContainerEngine, find_endpoint
+from anvil_mux.host.seam import MACHINE, HostConfig
+
+SOCKETS = Path("/proc/net/unix")
+GPU_CLAIM = "anvil-mux-gpu"
+LONGEST = 107
+"""Bytes that the name of a socket may have."""
+
+
+class GpuClaim(NamedTuple):
+    """One GPU that an anvil-mux uses."""
+
+    gpu: str
+    pid: int
+    project: str
+
+    @property
+    def who(self) -> str:
+        """The process and the project of its anvil-mux, for people."""
+        return f"process {self.pid}{_user(self.pid)}, project {self.project}"
+
+
+def claimed_gpus(environ: Mapping[str, str]) -> list[GpuClaim]:
+    """List the GPUs that the anvil-mux of this machine use."""
+    claims = set()
+    with suppress(OSError):
+        for line in SOCKETS.read_text(errors="replace").splitlines():
+            parts = line.rpartition(" ")[2].removeprefix("@").split("/")
+            if parts[:2] == [GPU_CLAIM, _digest(environ.get(MACHINE, ""))] and len(parts) == 5:
+                with suppress(ValueError):
+                    claims.add(GpuClaim(parts[2], int(parts[3]), parts[4]))
+    return sorted(claims)
+
+
+class Claims:
+    """The claims of one anvil-mux. One thread at a time."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self._sockets: dict[str, socket.socket] = {}
+
+    def take_project(self, config: HostConfig) -> None:
+        """Claim the containers of a project; BackendError if another anvil-mux has them."""
+        if config.runtime != "compose":
+            return
+        endpoint = find_endpoint(self._environ)
+        keys = [endpoint.address]  # as long as the engine does not answer, that is all that is known of it
+        with suppress(MuxError):
+            keys.append(ContainerEngine(endpoint).identity())
+        for key in filter(None, keys):
+            place = f"{self._environ.get(MACHINE, '')} {key} {config.project}"
+            name = f"anvil-mux-project/{_digest(place)}"
+            if not self._take(name):
+                raise BackendError(
+                    f"another anvil-mux{_holder(name)} serves the project {config.project} already on the "
+                    "same container engine, and two would evict each other's engines. Stop it, or give this "
+                    "one another `project`."
+                )
+
+    def take_gpus(self, config: HostConfig) -> None:
+        """Claim the GPUs of a configuration, and no others any more."""
+        prefix = f"{GPU_CLAIM}/{_digest(self._environ.get(MACHINE, ''))}"
+        gpus = {gpu for backend in config.backends for gpu in backend.gpus}
+        names = {f"{prefix}/{gpu}/{os.getpid()}/{config.project}"[:LONGEST] for gpu in gpus}
+        for name in [each for each in self._sockets if each.startswith(GPU_CLAIM) and each not in names]:
+            self._sockets.pop(name).close()
+        for name in names - self._sockets.keys():
+            self._take(name)
+
+    def others(self, config: HostConfig) -> list[str]:
+        """Say of each GPU of a configuration which other anvil-mux uses it too."""
+        gpus = {gpu for backend in config.backends for gpu in backend.gpus}
+        others = [
+            each for each in claimed_gpus(self._environ) if each.gpu in gpus and each.pid != os.getpid()
+        ]
+        return [f"GPU {each.gpu} is used by another anvil-mux as well: {each.who}" for each in others]
+
+    def close(self) -> None:
+        """Give all of them up."""
+        for each in self._sockets.values():
+            each.close()
+        self._sockets.clear()
+
+    def _take(self, name: str) -> bool:
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0{name}")
+            claim.listen(1)
+        except OSError:
+            claim.close()
+            return False
+        self._sockets[name] = claim
+        return True
+
+
+def shared_gpus(environ: Mapping[str, str], claims: Iterable[GpuClaim] = ()) -> list[str]:
+    """Say which GPUs several anvil-mux use."""
+    claims = list(claims) or claimed_gpus(environ)
+    by_gpu = {claim.gpu: [each for each in claims if each.gpu == claim.gpu] for claim in claims}
+    return [
+        f"GPU {gpu} is used by {len(them)} anvil-mux: {'; '.join(each.who for each in them)}"
+        for gpu, them in by_gpu.items()
+        if len({each.pid for each in them}) > 1
+    ]
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode()).hexdigest()[:12]
+
+
+def _holder(name: str) -> str:
+    """Return the process that has a claim, for people; "" if it is not known."""
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as caller:
+        caller.settimeout(1.0)
+        caller.connect(f"\0{name}")
+        size = struct.calcsize("3i")
+        pid, _, _ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+        return f" (process {pid}{_user(pid)})"
+    return ""
+
+
+def _user(pid: int) -> str:
+    """Return the user of a process, for people, if it is another one."""
+    with suppress(OSError, KeyError):
+        uid = os.stat(f"/proc/{pid}").st_uid
+        return "" if uid == os.getuid() else f" of {pwd.getpwuid(uid).pw_name}"
+    return ""
