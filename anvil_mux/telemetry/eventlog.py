@@ -257,12 +257,16 @@ class Situation:
         queue = self.queue(event.model)
         queue.tickets.pop(event.ticket, None)
         queue.only.pop(event.ticket, None)
-        if not queue.tickets:
+        if event.model in self.begun and not queue.tickets and not self._is_resident(event.model):
             self.begun.discard(event.model)
         if event.kind == "leased":
             leases = self.backend(event.backend, event.model).leases
             if event.size > len(leases):  # else it only wanted the model loaded
                 leases[event.ticket] = event.at
+
+    def _is_resident(self, model: str) -> bool:
+        """Return whether a backend of a model is ready: a swap to it is for another replica then."""
+        return any(each.model == model and each.state == "ready" for each in self.backends.values())
 
     def _release(self, event: Event) -> None:
         backend = self.backend(event.backend, event.model)
