@@ -322,6 +322,42 @@ def error_said(body: bytes) -> dict[str, object] | None:
 _ERROR_FIELDS = ("message", "type", "param", "code")
 
 
+def as_events(beat: str, body: bytes) -> bytes | None:
+    """Return a whole answer as a stream of events; None if it cannot be one."""
+    answer = foreign.read_object(body)
+    if beat in ("chat", "completion"):
+        if answer is None or not isinstance(answer.get("choices"), list):
+            return None
+        if beat == "chat":
+            answer["object"] = "chat.completion.chunk"
+            answer["choices"] = [_as_delta(choice) for choice in answer["choices"]]
+        return b"data: %b\n\ndata: [DONE]\n\n" % written(answer)
+    if beat == "responses" and answer is not None:
+        completed = {"type": "response.completed", "response": answer}
+        return b"event: response.completed\ndata: %b\n\n" % written(completed)
+    try:
+        text = body.decode()
+    except UnicodeDecodeError:
+        return None
+    if beat != "none" or "\0" in text:
+        return None
+    lines = (f"data: {line}\n" for line in text.strip().splitlines())
+    return f"{''.join(lines)}\n".encode()
+
+
+def _as_delta(choice: object) -> object:
+    """Return a choice of a whole answer as that of a chunk, in which calls of tools are numbered."""
+    if not isinstance(choice, dict) or not isinstance(choice.get("message"), dict):
+        return choice
+    rest = {key: value for key, value in choice.items() if key != "message"}
+    delta = dict(choice["message"])
+    if isinstance(calls := delta.get("tool_calls"), list):
+        delta["tool_calls"] = [
+            {"index": index, **call} if isinstance(call, dict) else call for index, call in enumerate(calls)
+        ]
+    return {**rest, "delta": delta}
+
+
 def stream_type(api: str) -> bytes:
     """The Content-Type of a stream."""
     return b"application/x-ndjson" if api == "ollama" else b"text/event-stream"

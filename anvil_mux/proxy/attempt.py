@@ -216,9 +216,11 @@ class Attempt:
         response, head, goes_on = exchange.response, b"", reply.form == "event"
         events = exchange.is_events
         length = response.length if response.body == "length" and not (goes_on or events) else None
-        if goes_on and (response.status >= 300 or not events):
-            body = exchange.content(WHOLE) if response.status >= 300 else exchange.data
-            raise _engine_error(self.question.target.model, response.status, body)
+        if goes_on and response.status >= 300:
+            raise _engine_error(self.question.target.model, response.status, exchange.content(WHOLE))
+        if goes_on and not events:
+            self._send_whole_as_events()
+            return
         chunked = length is None and reply.chunked
         if not goes_on:
             reply.keep = reply.keep and (chunked or length is not None)
@@ -238,6 +240,21 @@ class Attempt:
         else:
             reply.pass_on(response.status, head + first, "event" if events else "cut")
         self._finish(exchange.stream())
+
+    def _send_whole_as_events(self) -> None:
+        """Send a whole answer into a stream that was begun while the model loaded, as its only event."""
+        exchange, reply, record = self.exchange, self.reply, self.record
+        body = exchange.content(self.question.context.access.config.max_body)
+        kind = exchange.response.fields.get(b"content-type", b"")
+        is_text = kind.startswith((b"application/json", b"text/plain"))
+        events = api.as_events(self.question.context.route.beat, body) if is_text else None
+        if events is None:
+            raise _engine_error(self.question.target.model, exchange.response.status, body)
+        record.said = body
+        self._release()
+        reply.answered = True
+        reply.event(events)
+        reply.end()
 
     def _finish(self, outcome: StreamOutcome) -> None:
         """The end of a body that the pump has moved: the bytes that are left, or what went wrong."""

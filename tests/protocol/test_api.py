@@ -360,6 +360,25 @@ def test_what_is_no_error_object_is_not_taken_for_one(body):
     assert api.error_said(body) is None
 
 
+def test_a_whole_answer_becomes_the_one_event_of_a_stream():
+    call = {"id": "c1", "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "content": "hi", "tool_calls": [call]}
+    whole = {
+        "object": "chat.completion",
+        "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+    }
+    event, done, _ = api.as_events("chat", json.dumps(whole).encode()).split(b"\n\n")
+    chunk = json.loads(event.removeprefix(b"data: "))
+    assert (chunk["object"], done) == ("chat.completion.chunk", b"data: [DONE]")
+    assert chunk["choices"][0]["delta"] == {**message, "tool_calls": [{"index": 0, **call}]}
+    assert chunk["choices"][0]["finish_reason"] == "stop"
+    assert api.as_events("none", b'{"data": [1]}') == b'data: {"data": [1]}\n\n'
+    assert api.as_events("none", b"hello\nworld\n") == b"data: hello\ndata: world\n\n"
+    assert api.as_events("responses", b'{"id": "x"}').startswith(b"event: response.completed\ndata: ")
+    for beat, body in (("chat", b"RIFF"), ("messages", b'{"id": 1}'), ("none", b"\xff"), ("none", b"a\0")):
+        assert api.as_events(beat, body) is None
+
+
 def test_a_path_below_upstream_is_read_in_few_ways_however_long_it_is():
     path = "/upstream" + "/a" * 4000
     assert [len(name) for name, _ in api.upstream(path)] == [15, 13, 11, 9, 7, 5, 3, 1]

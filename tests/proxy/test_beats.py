@@ -18,6 +18,7 @@ from tests.fake_engine import (
     STREAM_A,
     RawClient,
     Rig,
+    answer_of,
     chunk,
     error_in,
 )
@@ -148,6 +149,26 @@ def test_a_refusal_that_comes_behind_its_head_is_told_in_its_own_words_too(loadi
     asked.send(b"HTTP/1.1 400 Bad\r\nTransfer-Encoding: chunked\r\n\r\n", chunk(b'{"error":'))
     asked.send(chunk(b'{"message":"too long!","code":"too_long"}}'), b"0\r\n\r\n")
     assert error_in(client.rest())["code"] == "too_long"
+
+
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/images/generations"])
+def test_a_whole_answer_after_beats_is_the_one_event_of_the_stream(loading, path):
+    rig, client = loading(**COMMENTS)
+    client.post(STREAM_A, path=path)
+    client.read_until(chunk(b": anvil-mux loading a\n"))
+    rig.mechanism.gate.set()
+    whole = b'{"usage":{"completion_tokens":3},"choices":[{"index":0,"message":{"content":"whole"}}]}'
+    rig.engine.next().send(answer_of(whole))
+    content, clean = client.read_chunks()
+    content = content.replace(b": anvil-mux loading a\n", b"")
+    assert clean
+    if b"chat" in path:
+        assert b'"delta":{"content":"whole"}' in content
+        assert content.endswith(b"\n\n" + DONE)
+    else:
+        assert content == b"data: %b\n\n" % whole
+    record = rig.events.record()
+    assert (record.status, record.code, record.tokens) == (200, "", 3)
 
 
 def test_beats_to_a_client_of_http_1_0_are_not_chunked(loading):
