@@ -39,7 +39,8 @@ HOP_BY_HOP = frozenset(
 )
 """The fields of one connection: RFC 9110, 7.6.1, and what older clients send."""
 TO_ENGINES = frozenset(
-    b"host content-length content-encoding x-request-id accept-encoding expect forwarded content-type".split()
+    b"host content-length content-encoding x-request-id x-anvil-via accept-encoding expect forwarded "
+    b"content-type".split()
 )
 """The fields of requests that anvil-mux writes anew, or answers to itself."""
 TO_CLIENTS = frozenset(
