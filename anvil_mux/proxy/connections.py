@@ -500,6 +500,8 @@ class Plain:
     def __init__(self, secure: ssl.SSLSocket, patience: float) -> None:
         self._patience = patience
         self._secure = secure
+        self._is_deaf = False
+        """Whether the peer has refused to take more."""
         plain, self._inner = socketpair()
         self.socket = PlainEnd(fileno=plain.detach())
         self.socket.secure = secure
@@ -543,10 +545,24 @@ class Plain:
                     return
                 moved, down, inner_wants = moved or bool(came), came or b"", inner_wants | wants
             if down:
-                sent, wants = _attempt(lambda: secure.send(down), select.POLLOUT)  # noqa: B023
+                sent, wants = self._send_to_peer(down, has_ended=ended)
                 moved, down, secure_wants = moved or bool(sent), down[sent or 0 :], secure_wants | wants
             if not moved:
                 self._wait(secure_wants, inner_wants, stalled=bool(down))
+
+    def _send_to_peer(self, data: bytes, *, has_ended: bool) -> tuple[int | None, int]:
+        """Send ``data``; drop it if the peer takes no more but may have sent an answer that was not read.
+
+        OSError: it takes no more, and has ended.
+        """
+        if not self._is_deaf:
+            try:
+                return _attempt(lambda: self._secure.send(data), select.POLLOUT)
+            except OSError:
+                if has_ended:
+                    raise
+                self._is_deaf = True
+        return len(data), 0
 
     def _wait(self, secure_wants: int, inner_wants: int, *, stalled: bool) -> None:
         """Wait for either end. ``stalled``: the peer has not taken what it was sent."""

@@ -533,6 +533,36 @@ def test_tls_is_verified(world, tmp_path, *, trusted):
         gate.close()
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+@pytest.mark.parametrize("ends_early", [True, False])
+def test_an_early_refusal_over_tls_is_passed_on(world, tmp_path, ends_early):
+    cert, key = make_certificate(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    rig = world()
+    left = threading.Event()
+
+    def refuse() -> None:
+        connection, _ = listener.accept()
+        with context.wrap_socket(connection, server_side=True) as secure:
+            secure.recv(1000)
+            secure.sendall(status(413))
+            if not ends_early:
+                left.wait(GUARD)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=refuse, daemon=True)
+        server.start()
+        url = f"https://localhost:{listener.getsockname()[1]}"
+        far = Backend("gpt", "gpt", url=url, ca_file=cert, service=Service(key="sk-ours"))
+        config = replace(rig.config, backends=(rig.config.backends[0], far))
+        rig.mux.facts.reconfigure(config, {})
+        rig.handler.reconfigure(config, load(None, {}))
+        assert rig.ask(b'{"model":"gpt","x":"%b"}' % (b"x" * 20_000_000)).status == 413
+        left.set()
+        server.join(GUARD)
+
+
 @pytest.fixture
 def unresolved(monkeypatch):
     """A resolver that has no answer until the test is over."""
