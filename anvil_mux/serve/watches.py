@@ -233,11 +233,7 @@ class HostWatches:
         """Why the cluster cannot be steered now, "" if it can. Never blocks."""
         if self._is_away:
             return "the cluster cannot be controlled: requests go on, but nothing is swapped on other hosts"
-        return "; ".join(
-            f"{name} is {each.state}: {each.why}"
-            for name, each in self.by_host.items()
-            if each.state in ("away", "lost")
-        )
+        return "; ".join([text for each in self.by_host.values() if (text := each.problem())])
 
     def round_trips(self) -> dict[str, float]:
         """Seconds that the agents of the hosts that are here took to answer last."""
@@ -261,7 +257,7 @@ class HostWatches:
         if self._waker.is_waking(name):
             return {"state": "waking", "why": "requests wait for it"}
         if watch := self.by_host.get(name):
-            return {"state": watch.state, "why": watch.why or problem}
+            return {"state": watch.state, "why": watch.why or problem or watch.host.problem()}
         return {"state": "unusable", "why": problem} if problem else {"state": "absent"}
 
 
@@ -294,6 +290,7 @@ class HostWatch:
         self.learned = ""
         """A text with what was learned of the host, which keeps it. Any thread writes it."""
         self._kept = ""
+        self._said = ""
         self._heard = self._read_at = clock.now()
         self._is_sure = False
         """Whether it is the run of the agent that was configured."""
@@ -315,20 +312,43 @@ class HostWatch:
                     self._take_stock()
             self.news.read(POLL_SECONDS)
             self._refresh_inventory()
-            if self.learned != self._kept:
-                self._kept = self.learned
-                self.host.remember(self._kept)
+            self._keep_learned()
         except Fenced as error:
             self._fenced(error.message)
             return ALONE_SECONDS
         except MuxError as error:  # silent, of another version, of another anvil-mux, or without Docker
             if self._is_sure and not isinstance(error, (AgentSilent, Unreadable)):
-                raise
-            return self._missed(error.message)
+                self._say_once(error.message)
+            return self._missed(error)
         self._heard = self._clock.now()
         return 0.0
 
+    def problem(self) -> str:
+        """Why the host is not in use, or why no service can be started there; "" if it can. Never blocks."""
+        if self.state in ("away", "lost"):
+            return f"{self.host.name} is {self.state}: {self.why}"
+        name, backends = self.host.name, self._mux.overview.config.backends
+        is_used = any(backend.host == name for backend in backends)
+        text = self.host.problem() if is_used else ""
+        return f"{name}: {text}" if text else ""
+
+    def _say_once(self, text: str) -> None:
+        """Report what the agent cannot do, unless it was the last report."""
+        if text != self._said:
+            self._said = text
+            self._say(f"host {self.host.name}: {text}")
+
     # Heard
+
+    def _keep_learned(self) -> None:
+        """Have the host keep what was learned of it; on a full disk, that is tried with the next text."""
+        if self.learned == self._kept:
+            return
+        self._kept = self.learned
+        try:
+            self.host.remember(self._kept)
+        except BackendError as error:
+            self._say_once(error.message)
 
     def _refresh_inventory(self) -> None:
         """Ask the host now and then which GPUs it has."""
@@ -380,20 +400,23 @@ class HostWatch:
 
     # Not heard
 
-    def _missed(self, why: str) -> float:
-        self._is_sure, self.why = False, why
+    def _missed(self, error: MuxError) -> float:
+        """Judge a host whose agent was not heard, or reports that it cannot be used."""
+        self._is_sure, self.why = False, error.message
+        is_silent = isinstance(error, AgentSilent)
         self.host.is_silent = True
         if self.state == "lost":
             return PAUSE_SECONDS
         silent = self._clock.now() - self._heard
         if silent < SILENT_SECONDS:
             return PAUSE_SECONDS
+        agent = "its agent does not answer" if is_silent else "its agent cannot be used"
         if self._is_any_engine_there():
-            self._go_away(f"its engines answer and its agent does not: {why}")
+            self._go_away(f"its engines answer, and {agent}: {self.why}")
         elif silent < LOADING_SECONDS and self._only_loads():  # a load outlives its agent
-            self._go_away(f"its agent does not answer, and a load is under way there: {why}")
+            self._go_away(f"a load is under way there, and {agent}: {self.why}")
         elif self._mux.overview.serving(self.host.name) or silent >= ALONE_SECONDS or self.host.is_way_open():
-            self._lose(why)
+            self._lose(self.why)
         return PAUSE_SECONDS
 
     def _go_away(self, why: str) -> None:

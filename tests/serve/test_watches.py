@@ -21,6 +21,8 @@ class House:
     def __init__(self, monkeypatch, *, is_lost=False):
         self.moment = 100.0
         self.told = []
+        self.said = []
+        self.runtime_problem = ""
         self.inventories_read = 0
         self.agent_answers = True
         self.way_is_open = True
@@ -57,6 +59,8 @@ class House:
             refresh_inventory=self.refresh_inventory,
             given_up=tell("given up"),
             is_way_open=lambda: self.way_is_open,
+            problem=lambda: self.runtime_problem,
+            remember=self.remember,
         )
         self.blind = set()
         adoption = SimpleNamespace(
@@ -79,7 +83,7 @@ class House:
             adoption,
             news,
             clock=SimpleNamespace(now=lambda: self.moment),
-            say=lambda text: None,
+            say=self.said.append,
             fenced=tell("fenced"),
             is_lost=is_lost,
         )
@@ -90,6 +94,9 @@ class House:
     def stop_all(self, pairs):
         self.told.append(("stop", pairs))
         return self.stubborn
+
+    def remember(self, text):
+        raise BackendError("/state/agent-h cannot be written: No space left on device")
 
     def refresh_inventory(self):
         self.inventories_read += 1
@@ -270,11 +277,40 @@ def test_a_host_that_another_anvil_mux_has_taken_is_not_used_any_more(house):
     assert house.turns(1.0)[0] == ("fenced", "project lab on beta has it")
 
 
-def test_an_agent_that_fails_otherwise_is_no_loss(house):
+def test_an_agent_that_fails_otherwise_is_reported_once_and_is_no_loss(house):
     def fail(timeout):
         raise BackendError("Docker does not answer")
 
     house.watch.news.read = fail
-    with pytest.raises(BackendError):
-        house.watch.turn()  # its worker logs it and goes on
+    assert house.turns(60.0) == []
     assert house.watch.state == "here"
+    assert house.said == ["host h: Docker does not answer"]
+
+
+def test_a_full_disk_of_a_host_that_keeps_what_was_learned_is_reported_once(house):
+    for text in ("what loads cost", "what loads cost by now"):
+        house.watch.learned = text
+        assert house.turns(1.0) == []
+    assert house.watch.state == "here"
+    assert house.said == ["host h: /state/agent-h cannot be written: No space left on device"]
+
+
+def test_why_no_service_can_be_started_on_a_host_is_its_problem(house):
+    assert house.watch.problem() == ""
+    house.runtime_problem = "services cannot be started: the disk of /state is full (0 MiB are free)"
+    assert house.watch.problem() == f"h: {house.runtime_problem}"
+    house.agent_answers, house.answering = False, set()
+    house.turns(10.0)
+    assert house.watch.problem() == "h is lost: no answer"
+
+
+def test_an_agent_that_cannot_write_is_not_reported_as_silent(house):
+    def refuse():
+        raise BackendError("/state/agent-h/owner cannot be written: No space left on device")
+
+    house.instance, house.host.contact = 2, refuse
+    assert house.turns(10.0) == [("away", "h", True)]
+    assert house.said == [
+        "host h: its engines answer, and its agent cannot be used: "
+        "/state/agent-h/owner cannot be written: No space left on device"
+    ]
