@@ -7,6 +7,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 MOST = 16 << 20
@@ -29,6 +30,29 @@ def is_served(folder: Path) -> bool:
     except OSError:
         pass
     return False
+
+
+def open_lock(folder: Path, mode: int = 0o666) -> int:
+    """Return a descriptor of the lock in a state folder, which is made if need be; OSError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+
+
+def try_lock(lock: int) -> bool:
+    """Take a lock that ``open_lock`` has opened; return whether nobody else holds it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def note_holder(lock: int) -> None:
+    """Write our process id where the next one reads whom it waits for: in place, which takes no new room."""
+    holder = str(os.getpid()).encode()
+    with suppress(OSError):  # on a disk that is full at the first start
+        os.pwrite(lock, holder, 0)
+        os.ftruncate(lock, len(holder))
 
 
 def write_whole(file: Path, text: str, mode: int = 0o666, *, is_durable: bool = False) -> None:

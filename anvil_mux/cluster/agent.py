@@ -17,7 +17,6 @@ In a cluster of Ray the agent lives in an actor (``HostActor``), which hands cal
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -28,6 +27,7 @@ import select
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ from anvil_mux.errors import BackendError, ConfigError, MuxError
 from anvil_mux.host import check
 from anvil_mux.host.local import LocalHost, inventory, machine_id
 from anvil_mux.host.seam import LOG_LINES, Host, HostConfig, HostNews, Inventory
-from anvil_mux.state import state_folder, text_of, write_whole
+from anvil_mux.state import note_holder, open_lock, state_folder, text_of, try_lock, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +74,8 @@ MOST_NEWS = 5
 """How many news one answer has: with each may come the last lines of an engine (processes.TAIL_BYTES), of
 which a byte may take six characters, and all of them fit into frames.LONGEST_ANSWER."""
 MOST_REMEMBERED = 4 << 20
+LOCK_SECONDS = 2.0
+"""How long a project's lock may be held by others while its engines are about to be served."""
 READ_SECONDS = 2.0
 """How long a call waits while another one reads the GPUs."""
 
@@ -132,6 +134,7 @@ class Agent:
         self._steps = RunningSteps(self._changed)
         self._host: Host | None = None
         self._config: HostConfig | None = None
+        self._project: ServedProject | None = None
         self._is_new_owner = False
         """Whether the owner has not configured the host yet."""
         self._known: set[str] = set()
@@ -172,6 +175,7 @@ class Agent:
         with self._changed:
             host, self._host = self._host, None
             self._ownership.close()
+            self._leave_project()
         if host:
             host.close()
 
@@ -218,6 +222,7 @@ class Agent:
     def _release(self, owner: Owner) -> None:
         with self._changed:
             self._ownership.give_up(owner)
+            self._leave_project()
 
     def _owned(self, owner: Owner) -> Host:
         """Return the host for its owner; Fenced for any other. With or without the lock."""
@@ -264,12 +269,26 @@ class Agent:
                 self._ownership.check(owner)
                 host, before, is_new = self._host, self._config, self._is_new_owner
                 lock = self._ownership.hold()
-            is_same = before and (before.project, before.runtime) == (config.project, config.runtime)
-            if not (host and is_same and _took(host, config, is_new)):
-                host = self._make(config, lock)
-            self._take(owner, host, config)
+                project = self._project
+            if project is None or project.name != config.project:
+                project = ServedProject(config.project, self._environ)
+            try:
+                is_same = before and (before.project, before.runtime) == (config.project, config.runtime)
+                if not (host and is_same and _took(host, config, is_new)):
+                    host = self._make(config, lock)
+                self._take(owner, host, config, project)
+            except BaseException:
+                if project is not self._project:
+                    project.close()
+                raise
 
-    def _take(self, owner: Owner, host: Host, config: HostConfig) -> None:
+    def _leave_project(self) -> None:
+        """Let `anvil-mux stop --all` on this machine end the engines that run on. Under the lock."""
+        project, self._project = self._project, None
+        if project:
+            project.close()
+
+    def _take(self, owner: Owner, host: Host, config: HostConfig, project: ServedProject) -> None:
         """Have this host from now on, unless the owner has changed meanwhile."""
         with self._changed:
             old = self._host
@@ -283,6 +302,9 @@ class Agent:
                 left = old.news(0, 0.0)
                 last = self._news_base + (left[-1].number if left else 0)
                 self._news_base = self._news_last = max(last, self._news_last)
+            if project is not self._project:
+                self._leave_project()
+                self._project = project
             self._host, self._config, self._is_new_owner = host, config, False
             self._known |= {backend.name for backend in config.backends}
         if old is not None and old is not host:
@@ -431,11 +453,6 @@ def local_host(
     described: Inventory | None = None,
 ) -> LocalHost:
     """Return this machine as a host whose engines outlive its agent, and which has begun to watch them."""
-    try:
-        folder = state_folder(config.project, environ)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise BackendError(f"{folder} cannot be written: {error.strerror}") from None
     host = LocalHost(config, lock, address=address, environ=environ, detached=True, described=described)
     host.start()
     return host
@@ -490,6 +507,35 @@ def _check_name(name: str) -> None:
 
 
 # Whom it belongs to
+
+
+class ServedProject:
+    """The lock of a project on this machine, held while an agent serves it.
+
+    As long as it is held, commands such as `anvil-mux stop --all` leave the project's engines alone.
+    """
+
+    def __init__(self, name: str, environ: Mapping[str, str]) -> None:
+        self.name = name
+        folder = state_folder(name, environ)
+        try:
+            lock = open_lock(folder)
+        except OSError as error:
+            raise BackendError(f"{folder} cannot be written: {error.strerror}") from None
+        self._lock: int | None = lock
+        deadline = time.monotonic() + LOCK_SECONDS
+        while not try_lock(lock):  # a command may just be looking who holds it
+            if time.monotonic() >= deadline:
+                self.close()
+                raise BackendError(f"another anvil-mux on this machine serves or stops the project {name}")
+            time.sleep(0.05)
+        note_holder(lock)
+
+    def close(self) -> None:
+        """Release the lock, also if that was done before."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
 
 
 class Ownership:
@@ -548,13 +594,10 @@ class Ownership:
             return self._lock
         file = self._folder / "lock"
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock = open_lock(self._folder, 0o600)
         except OSError as error:
             raise BackendError(f"{file} of host {self._host} cannot be written: {error.strerror}") from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not try_lock(lock):
             os.close(lock)
             raise BackendError(
                 f"another agent of host {self._host}, or a command that it began, still runs there"

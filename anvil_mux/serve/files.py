@@ -13,7 +13,6 @@ The address, by which commands find the program, is announced in the same folder
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -26,7 +25,6 @@ from hashlib import sha256
 from ipaddress import ip_address
 from pathlib import Path
 from socket import AF_INET, AF_INET6, SOCK_DGRAM, gethostname, socket
-from typing import TextIO
 
 from anvil_mux import state
 from anvil_mux.clock import Worker
@@ -42,7 +40,7 @@ from anvil_mux.host.seam import CardRead
 from anvil_mux.proxy.connections import build_context
 from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.serve.invocation import CannotServe
-from anvil_mux.state import once, state_folder, write_whole
+from anvil_mux.state import note_holder, once, open_lock, state_folder, try_lock, write_whole
 
 LOOK_SECONDS = 2.0
 """Seconds between two looks at the files."""
@@ -221,14 +219,13 @@ def locked(config: Config) -> Iterator[int]:
     """
     folder = state_folder(config.project, os.environ)
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = open_lock(folder)
     except OSError as error:
         advice = "set XDG_STATE_HOME to a folder that can"
         raise CannotServe(f"{folder} cannot be written ({error.strerror}): {advice}") from None
     with os.fdopen(descriptor, "r") as file:
         deadline = time.monotonic() + COMMANDS_SECONDS
-        while not _lock(file):
+        while not try_lock(descriptor):
             file.seek(0)
             holder = file.read()
             if _is_there(holder):
@@ -242,24 +239,8 @@ def locked(config: Config) -> Iterator[int]:
                     f"{COMMANDS_SECONDS:g} s; is dockerd stuck? `docker ps` tells."
                 )
             time.sleep(0.05)
-        _note_holder(descriptor)
+        note_holder(descriptor)
         yield descriptor
-
-
-def _note_holder(lock: int) -> None:
-    """Write our process id where the next one reads whom it waits for: in place, which takes no new room."""
-    holder = str(os.getpid()).encode()
-    with suppress(OSError):  # on a disk that is full at the first start
-        os.pwrite(lock, holder, 0)
-        os.ftruncate(lock, len(holder))
-
-
-def _lock(file: TextIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _is_there(holder: str) -> bool:

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.cluster.agent import Agent, engine_variables
+from anvil_mux.cluster import agent as agent_module
+from anvil_mux.cluster.agent import Agent, ServedProject, engine_variables
 from anvil_mux.config.service import Service
+from anvil_mux.errors import BackendError
 from anvil_mux.host.seam import Awake, Evicted, Inventory, ServiceEnded, Unfit
 from tests.cluster.test_agent import AGAIN, CONFIG, ENGINE, FIRST, GUARD, ROOT, Caller, M
 
@@ -61,6 +63,39 @@ def test_a_real_engine_is_loaded_dies_and_is_loaded_again(real: Caller, tmp_path
 
 def pid_of(folder: Path) -> int:
     return int(json.loads((folder / "anvil-mux" / "p-b" / "m.b.json").read_text())["pid"])
+
+
+def test_stop_all_leaves_engines_of_an_agent_until_it_is_released(real: Caller, tmp_path: Path):
+    real.step(1, "load", M, "stop", 5)
+
+    def stop_all() -> str:
+        words = [sys.executable, "-m", "anvil_mux", "stop", "--all"]
+        environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
+        return subprocess.run(words, env=environ, stderr=subprocess.PIPE, text=True, check=True).stderr
+
+    assert stop_all() == "anvil-mux: no engine was left running\n"
+    assert real("running") == ["m.b"]
+    real("reconfigure", CONFIG)  # a configuration of the same project changes nothing
+    assert stop_all() == "anvil-mux: no engine was left running\n"
+    real("release")
+    assert stop_all() == "anvil-mux: p-b: stopped m.b\n"
+    real("claim", "", False)
+    real("reconfigure", CONFIG)
+    assert real("running") == []
+
+
+def test_a_project_that_another_anvil_mux_serves_is_not_configured(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(agent_module, "LOCK_SECONDS", 0.0)
+    environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
+    agent = Agent("b", "127.0.0.2", environ=environ, described=Inventory(address="127.0.0.2"))
+    mux = Caller(agent, FIRST)
+    mux("claim", "", False)
+    served = ServedProject(CONFIG.project, environ)
+    with pytest.raises(BackendError, match="another anvil-mux on this machine serves or stops"):
+        mux("reconfigure", CONFIG)
+    served.close()
+    mux("reconfigure", CONFIG)
+    agent.close()
 
 
 AGENT = """
