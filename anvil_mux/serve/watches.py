@@ -106,7 +106,8 @@ class HostWatches:
         self._clock = clock
         self._say = say
         self._changed = changed
-        self._is_away = False
+        self._silence = ""
+        """Why the cluster did not answer when it was asked last; "": it answered."""
         self._problems: dict[str, str] = {}
         """Why hosts cannot be used, as it was told last."""
         self._learned: tuple[Known, int, Config | None] = Known(), 0, None
@@ -178,13 +179,13 @@ class HostWatches:
         try:
             is_changed = self._cluster.refresh()
         except AgentSilent as error:
-            if not self._is_away:
-                self._say(f"the cluster cannot be controlled at the moment, requests go on: {error.message}")
-            self._is_away = True
+            is_new, self._silence = not self._silence, error.message
+            if is_new:
+                self._say(self._cluster_problem())
             return LOOK_SECONDS
-        if self._is_away:
+        if self._silence:
             self._say("the cluster can be controlled again")
-        self._is_away = False
+        self._silence = ""
         self._tell_problems(self._cluster.problems)
         for name in self._cluster.nodes:
             if name not in self.by_host:
@@ -230,10 +231,15 @@ class HostWatches:
         return gpu_uses
 
     def problem(self) -> str:
-        """Why the cluster cannot be steered now, "" if it can. Never blocks."""
-        if self._is_away:
-            return "the cluster cannot be controlled: requests go on, but nothing is swapped on other hosts"
-        return "; ".join([text for each in self.by_host.values() if (text := each.problem())])
+        """Why the cluster or a host of it cannot be controlled now, "" if they can. Never blocks."""
+        problems = self._cluster_problem(), *[each.problem() for each in self.by_host.values()]
+        return "; ".join(filter(None, problems))
+
+    def _cluster_problem(self) -> str:
+        if not self._silence:
+            return ""
+        limits = "no host can join or return, and nothing is swapped on hosts whose agents do not answer"
+        return f"the cluster cannot be controlled ({self._silence}): requests go on, but {limits}"
 
     def round_trips(self) -> dict[str, float]:
         """Seconds that the agents of the hosts that are here took to answer last."""

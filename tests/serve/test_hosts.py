@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from anvil_mux.cluster.channel import AgentSilent
 from anvil_mux.cluster.cluster import Cluster
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError, ConfigError
@@ -45,6 +46,36 @@ def test_hosts_may_come_while_they_are_gone_through():
     assert not any(watch.busy.locked() for watch in watches.by_host.values())
     for watch in watches.by_host.values():
         watch.worker.close()
+
+
+def test_a_head_that_is_down_is_a_problem_with_its_reason_until_it_is_back():
+    machines = Machines(a="10.0.0.1")
+    cluster = Cluster(machines)
+    cluster.refresh()
+    local, said = SimpleNamespace(reconfigure=lambda config: None), []
+    hosts = ConfiguredHosts(local, cluster, Config((Backend("m", "m"),)))
+    clock = SimpleNamespace(now=lambda: 0.0)
+    told = dict.fromkeys(("took", "read_ahead", "fenced", "changed"), lambda *about: None)
+    mux = SimpleNamespace(overview=SimpleNamespace(config=hosts.config))
+    watches = HostWatches(hosts, mux, None, clock, say=said.append, **told)
+    nodes = machines.nodes
+
+    def fail():
+        raise AgentSilent("the head of the cluster did not answer in 5 s")
+
+    assert watches.problem() == ""
+    machines.nodes = fail
+    watches._look()
+    watches._look()
+    text = (
+        "the cluster cannot be controlled (the head of the cluster did not answer in 5 s): requests go on, "
+        "but no host can join or return, and nothing is swapped on hosts whose agents do not answer"
+    )
+    assert watches.problem() == text
+    machines.nodes = nodes
+    watches._look()
+    assert watches.problem() == ""
+    assert said == [text, "the cluster can be controlled again"]
 
 
 A, B, FAR = Backend("a", "a"), Backend("b", "b"), Backend("far", "far", url="http://far")
