@@ -471,9 +471,12 @@ class Facts:
 
     # From hosts
 
-    def host_lost(self, host: str) -> None:
-        """Take a host as lost: its leases are cut, and nothing is begun there until it is back."""
-        self._tell(self._scheduler.host_lost, host)
+    def host_lost(self, host: str, why: str = "") -> None:
+        """Take a host as lost: its leases are cut, and nothing is begun there until it is back.
+
+        ``why``: the reason, for people.
+        """
+        self._tell(self._scheduler.host_lost, host, why=why)
         self.doubts.settle_lost()
 
     def host_back(self, host: str, found: Running) -> None:

@@ -643,8 +643,9 @@ def _why_away(host: HostRecord, now: float) -> str:
     name = host.name or LOCAL
     if not host.is_lost:
         return f"{name} is drained"
+    why = f" ({host.why})" if host.why else ""
     unwoken = f", and did not wake: {host.wake_error}" if host.wake_error else ""
-    return f"{name} has been lost for {now - host.since:.0f} s{unwoken}"
+    return f"{name} has been lost for {now - host.since:.0f} s{why}{unwoken}"
 
 
 def all_obstacles(state: GroupState, slots: Sequence[Slot], now: float) -> MuxError | None:

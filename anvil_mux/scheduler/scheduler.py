@@ -278,12 +278,15 @@ class Scheduler:
 
     # Facts about hosts
 
-    def host_away(self, host: str, now: float, away: bool) -> Effects:
-        """A host cannot be steered for now, but its engines answer; not ``away``: it can be again."""
+    def host_away(self, host: str, now: float, away: bool, why: str = "") -> Effects:
+        """A host cannot be controlled for now, but its engines answer; not ``away``: it can be again.
+
+        ``why``: the reason, for people.
+        """
         record = self.layout.hosts.get(host)
         if record is None or record.is_away is away:
             return NOTHING
-        record.is_away = away
+        record.is_away, record.why = away, why
         kind = "host_away" if away else "host_heard"
         groups = self._host_is(kind, host, now)
         for group in groups:
@@ -298,16 +301,17 @@ class Scheduler:
         self._emit(Event(now, kind, "", cause=Cause(kind, host=host)))
         return self.layout.on_host(host)
 
-    def host_lost(self, host: str, now: float) -> Effects:
+    def host_lost(self, host: str, now: float, why: str = "") -> Effects:
         """A host does not answer: its leases are severed, and nothing is begun there.
 
         How its steps under way end will not be known. What ran there may still run, and keeps its GPUs.
+        ``why``: the reason, for people.
         """
         record = self.layout.hosts.get(host)
         if record is None or record.is_lost:
             return NOTHING
         record.is_lost, record.is_away = True, False
-        record.since = now
+        record.since, record.why = now, why
         groups = self._host_is("host_lost", host, now)
         for group in groups:
             self._forget_steps(group.slots)
@@ -324,7 +328,7 @@ class Scheduler:
             return NOTHING
         groups = self.layout.on_host(host)
         held = [(group, group.host_freed(now)) for group in groups]
-        record.is_lost, record.is_gone = False, False
+        record.is_lost, record.is_gone, record.why = False, False, ""
         record.no_wake_until, record.wake_error = -FOREVER, ""
         self._host_is("host_back", host, now)
         for group, slots in held:

@@ -157,6 +157,8 @@ class HostRecord:
     """Whether it is lost, and was declared gone by hand: nothing runs there any more."""
     is_away: bool = False
     """Whether it cannot be steered for now: nothing is begun there, and what runs goes on."""
+    why: str = ""
+    """Why it is lost or away, as whoever watches it reports."""
     is_drained: bool = False
     """Whether it was drained by hand: nothing stays or is loaded there."""
     wake_timeout: float | None = None

@@ -42,7 +42,7 @@ from anvil_mux.serve.files import Known, LearnedFile, PauseFile, checked, digest
 from anvil_mux.serve.hosts import TOO_MANY, Adoption, ConfiguredHosts, ReadingAhead
 from anvil_mux.serve.invocation import CannotServe, Options, say
 from anvil_mux.serve.polling import ExternalServers, RedisStore, Scraper, Sharing, StoreError
-from anvil_mux.serve.watches import HostWatches
+from anvil_mux.serve.watches import NOT_THERE, HostWatches
 from anvil_mux.state import state_folder
 from anvil_mux.telemetry import eventlog
 from anvil_mux.telemetry.eventlog import EventLog, Rotation
@@ -112,7 +112,7 @@ class Parts:
         self._follow_hosts(opened, reload)
         self._answer(opened)
         for host in self.watches.missing():
-            self.mux.facts.host_lost(host)
+            self.mux.facts.host_lost(host, NOT_THERE)
         self.mux.facts.expect(backend.name for backend in self.config.backends)
 
     def _serve_models(self) -> None:
@@ -289,7 +289,7 @@ class Parts:
             raise
         self._warn(config, before)
         for host in self.watches.missing():
-            self.mux.facts.host_lost(host)
+            self.mux.facts.host_lost(host, NOT_THERE)
         self.look_at_rights()
         return change
 

@@ -80,6 +80,9 @@ SEEN_SECONDS = 15.0
 """How long a start waits until it is known what runs on the hosts of the cluster."""
 
 
+NOT_THERE = "it is not in the cluster"
+
+
 class HostWatches:
     """The watches over all hosts of one program, and the thread that sees which there are in the cluster.
 
@@ -429,13 +432,13 @@ class HostWatch:
         """Begin nothing on the host for now."""
         if self.state == "here":
             self.state = "away"
-            self._mux.tell(self._mux.scheduler.host_away, self.host.name, away=True)
+            self._mux.tell(self._mux.scheduler.host_away, self.host.name, away=True, why=self.why)
             self._say(f"host {self.host.name}: {why}")
 
     def _lose(self, why: str) -> None:
         self.state = "lost"
         self._say(f"host {self.host.name} is lost: {why}")
-        self._mux.facts.host_lost(self.host.name)
+        self._mux.facts.host_lost(self.host.name, why)
         self.host.given_up()
         self.is_seen.set()
 

@@ -493,8 +493,11 @@ def test_requests_are_told_which_hosts_their_model_has_and_what_is_so():
         )
         what = "m has no host to run on now: gpu-b has been lost for 12 s, gpu-c is drained."
         assert ticket.error.message == what
-    fleet.take(fleet.core.host_lost("", 14.0))
-    assert "local has been lost for 2 s" in fleet.request("x", 16.0).error.message
+    fleet.take(fleet.core.host_lost("", 14.0, "its agent did not answer in 5 s"))
+    assert (
+        "local has been lost for 2 s (its agent did not answer in 5 s)"
+        in fleet.request("x", 16.0).error.message
+    )
 
 
 # Lost from the very start
@@ -618,14 +621,14 @@ def test_on_a_host_that_is_away_requests_go_on_and_nothing_is_begun():
     fleet = Fleet(on("h", "a", "0"), on("h", "b", "0"))
     fleet.core.adopted("a", 0.0)
     running = fleet.request("a", 1.0)
-    fleet.take(fleet.core.host_away("h", 2.0, True))
+    fleet.take(fleet.core.host_away("h", 2.0, True, "its disk is full"))
     assert fleet.kinds(2.0) == ["host_away"]
     assert running.severed is None
     assert fleet.request("a", 3.0).backend == "a"
     group = fleet.core.layout.of_backend["b"]
     assert wait_estimate(group, group.models["b"], 4.0).sentence == (
-        "A request for b waits: the agent of its host h does not answer, and nothing is loaded or evicted"
-        " there until it does."
+        "A request for b waits: its host h cannot be controlled (its disk is full), and nothing is loaded or"
+        " evicted there until it can."
     )
     waiting = fleet.request("b", 4.0)
     fleet.core.released(running, 5.0)

@@ -78,7 +78,7 @@ class House:
                 facts=facts,
                 overview=overview,
                 scheduler=SimpleNamespace(host_away="away"),
-                tell=lambda what, host, away: self.told.append((what, host, away)),
+                tell=lambda what, host, away, why="": self.told.append((what, host, away)),
             ),
             adoption,
             news,
@@ -173,7 +173,7 @@ def test_while_one_engine_answers_or_has_sent_a_byte_control_is_away_and_the_hos
 def test_a_host_is_lost_when_agent_and_engines_are_silent_and_not_before_five_seconds(house):
     house.agent_answers, house.answering = False, set()
     assert house.turns(4.5) == []
-    assert house.turns(60.0) == [("lost", "h"), ("given up",)]
+    assert house.turns(60.0) == [("lost", "h", "no answer"), ("given up",)]
     assert house.watch.state == "lost"
 
 
@@ -181,7 +181,7 @@ def test_a_host_is_lost_when_agent_and_engines_are_silent_and_not_before_five_se
 def test_a_host_without_engines_is_lost_if_others_are_reached_else_later(house, way_is_open, seconds):
     house.serving, house.agent_answers, house.way_is_open = [], False, way_is_open
     assert house.turns(seconds) == []
-    assert ("lost", "h") in house.turns(2.0)
+    assert ("lost", "h", "no answer") in house.turns(2.0)
 
 
 def test_a_host_that_only_loads_is_away_until_its_agent_is_back_or_has_been_silent_for_long(house):
@@ -195,7 +195,7 @@ def test_a_host_that_only_loads_is_away_until_its_agent_is_back_or_has_been_sile
 
 def test_a_host_whose_serving_engine_is_silent_is_lost_whatever_it_loads(house):
     house.loading, house.agent_answers, house.answering = [C], False, set()
-    assert ("lost", "h") in house.turns(6.0)
+    assert ("lost", "h", "no answer") in house.turns(6.0)
 
 
 def test_control_that_is_back_brings_no_engine_to_an_end(house):
