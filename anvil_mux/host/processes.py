@@ -229,7 +229,9 @@ class ProcessRuntime:
         code = self._reap(backend.name, REAP_SECONDS)
         if code is None:
             return "does not run" if record is None else "ended"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        full = self._full_disk() if code else ""
+        return f"{how} ({full})" if full else how
 
     def lost_its_port(self, backend: Backend) -> bool:
         if backend.port is not None or self.ended(backend) is None:
@@ -349,17 +351,18 @@ class ProcessRuntime:
         self._config = config
 
     def problem(self) -> str:
-        return self._records.problem or self._full_disk()
+        full = self._full_disk()
+        return self._records.problem or (full and f"{full}: engines that cannot write their logs may end")
 
     def _full_disk(self) -> str:
-        """Say that the disk with the logs of engines is full; "" if it is not, or that is not known."""
+        """Return that the disk with the logs of engines is full; "" if it is not, or that is not known."""
         try:
             free = free_bytes(self._state)
         except OSError:
             return ""
         if free >= LEAST_FREE:
             return ""
-        return f"services cannot be started: the disk of {self._state} is full ({free >> 20} MiB are free)"
+        return f"the disk of {self._state} is full, {free >> 20} MiB are free"
 
     def close(self) -> None:
         self._closed.set()

@@ -285,6 +285,8 @@ class Scheduler:
         """
         record = self.layout.hosts.get(host)
         if record is None or record.is_away is away:
+            if record and away:
+                record.why = why
             return NOTHING
         record.is_away, record.why = away, why
         kind = "host_away" if away else "host_heard"
@@ -309,6 +311,8 @@ class Scheduler:
         """
         record = self.layout.hosts.get(host)
         if record is None or record.is_lost:
+            if record:
+                record.why = why
             return NOTHING
         record.is_lost, record.is_away = True, False
         record.since, record.why = now, why

@@ -411,9 +411,14 @@ class HostWatch:
 
     def _missed(self, error: MuxError) -> float:
         """Judge a host whose agent was not heard, or reports that it cannot be used."""
-        self._is_sure, self.why = False, error.message
+        is_new_reason, self.why = self.why != error.message, error.message
+        self._is_sure = False
         is_silent = isinstance(error, AgentSilent)
         self.host.is_silent = True
+        if is_new_reason and self.state == "lost":
+            self._mux.facts.host_lost(self.host.name, self.why)
+        elif is_new_reason and self.state == "away":
+            self._mux.tell(self._mux.scheduler.host_away, self.host.name, away=True, why=self.why)
         if self.state == "lost":
             return PAUSE_SECONDS
         silent = self._clock.now() - self._heard

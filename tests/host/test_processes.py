@@ -568,7 +568,15 @@ def test_a_full_disk_is_a_problem_that_is_reported(house, monkeypatch):
     runtime = house.started(shell(FOREVER))
     assert runtime.problem() == ""
     monkeypatch.setattr(processes, "free_bytes", lambda folder: 1 << 20)
-    assert "is full (1 MiB are free)" in runtime.problem()
+    assert "is full, 1 MiB are free: engines that cannot write their logs may end" in runtime.problem()
+
+
+def test_an_engine_that_fails_on_a_full_disk_ends_with_that_reason(house, monkeypatch):
+    backend = shell("exit 3")
+    runtime = house.started(backend)
+    monkeypatch.setattr(processes, "free_bytes", lambda folder: 1 << 20)
+    why = seen(lambda: runtime.ended(backend), lambda why: why is not None)
+    assert why.startswith("exited with code 3 (the disk of ")
 
 
 @pytest.mark.parametrize("what", ["link", "pipe"])

@@ -304,6 +304,18 @@ def test_why_no_service_can_be_started_on_a_host_is_its_problem(house):
     assert house.watch.problem() == "h is lost: no answer"
 
 
+def test_the_reason_why_a_host_is_lost_is_the_last_one(house):
+    def refuse():
+        raise BackendError("/state/agent-h/owner cannot be written: No space left on device")
+
+    house.agent_answers, house.answering = False, set()
+    house.turns(10.0)
+    house.host.contact = refuse
+    assert house.turns(10.0) == [
+        ("lost", "h", "/state/agent-h/owner cannot be written: No space left on device")
+    ]
+
+
 def test_an_agent_that_cannot_write_is_not_reported_as_silent(house):
     def refuse():
         raise BackendError("/state/agent-h/owner cannot be written: No space left on device")
