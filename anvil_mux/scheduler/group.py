@@ -55,12 +55,13 @@ Invariants:
     with its queue until its load begins. Victims that drain are reprieved, those that are being
     evicted are waited for, and a target in standby stays there. So ends a drain whose queue is
     loaded instead on GPUs that nobody holds. A queue of higher priority takes a drain over, but not
-    that for an overdue queue. A load under way is finished, unless it is cancelled: when it is
-    unloaded by hand (requests that wait for it fail), or when no request waits for it any more and
-    another queue needs its GPUs. Preloads are cancelled by hand only, but for that of a home backend
-    and that of a hint, which make way for a queue. Requests that wait behind others at a busy replica
-    count as waiting for another replica, if no queue waits for its GPUs; so do those in the queue of
-    a resident model whose backends take only so many at once.
+    that for an overdue queue, nor that of its own model's backend. A load under way is finished,
+    unless it is cancelled: when it is unloaded by hand (requests that wait for it fail), or when no
+    request waits for it any more and another queue needs its GPUs. Preloads are cancelled by hand
+    only, but for that of a home backend and that of a hint, which make way for a queue. Requests
+    that wait behind others at a busy replica count as waiting for another replica, if no queue
+    waits for its GPUs; so do those in the queue of a resident model whose backends take only so
+    many at once.
  7. A queue older than its bound is overdue: whatever the policy says, its swap begins as soon as its GPUs are
     in no other swap, oldest queue first, and no younger queue gets those GPUs meanwhile. The bound is
     ``max_wait``, or less where a load would come too late for ``queue_timeout`` then; it is fixed when the

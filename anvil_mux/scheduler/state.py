@@ -658,15 +658,16 @@ def _more_victims(state: GroupState, slot: Slot, swap: SwapInProgress, now: floa
     """The backends that go besides the victims of a swap if it loads ``slot`` instead; None: there is no way.
 
     As in any plan, but that those victims which have GPUs that it needs count as gone. What the target of the
-    swap keeps in standby counts as if it had never been wanted. A replica beside one that would be ready
-    again for that is no way: the queue would be served there, and the drain begin anew.
+    swap keeps in standby counts as if it had never been wanted. A queue does not take over the drain of a
+    backend of its own model: that may be spared or ready again, the queue be served there, and the drain
+    begin anew.
     """
     assert swap.target is not None
     if slot.holds.keys().isdisjoint(swap.gpus()):
         return None
-    going = _still_victims(swap, slot)
-    if any(each.model == slot.model for each in swap.victims if each not in going):
+    if any(each.model == slot.model for each in swap.victims):
         return None
+    going = _still_victims(swap, slot)
     staying = state.staying(now) | {each.name for each in swap.victims}
     with _unwanted(swap.target):
         return victims(state, slot, state.busy_gpus(but=[swap]), staying, now, without=going)

@@ -13,7 +13,7 @@ from anvil_mux.lab.engines import Engines, Outcome
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.events import Cause
 from tests.lab.facts import HostBack, HostLost, Unloading
-from tests.scheduler.driver import Driver, backend
+from tests.scheduler.driver import TEN, Driver, backend
 
 REPLICAS = backend("m0", "0", model="m"), backend("m1", "1", model="m")
 TIE = backend("tie", "0", "1")
@@ -286,6 +286,19 @@ def test_no_drain_is_taken_over_for_a_replica_beside_the_one_that_would_be_ready
     assert driver.asked("m", 3.0) == []
     assert driver.states() == {"m0": "stopped", "m1": "draining", "low": "stopped"}
     assert driver.release(lease, 4.0) == ["evict m1"]
+
+
+@pytest.mark.parametrize("most", [None, 1])
+def test_drain_of_a_replica_goes_on_although_another_fits_next_to_it(most):
+    """``low`` needs the whole GPU, on which both replicas of ``m`` fit."""
+    replicas = [backend(name, model="m", vram=5, most=most, priority=1) for name in ("m0", "m1")]
+    driver = Driver(*replicas, backend("low", vram=10), gpus=TEN, drain_timeout=30.0)
+    driver.with_resident("m0")
+    lease = driver.request("m", 1.0)
+    assert driver.asked("low", 2.0) == []
+    assert driver.asked("m", 3.0) == []
+    assert driver.states() == {"m0": "draining", "m1": "stopped", "low": "stopped"}
+    assert driver.release(lease, 4.0) == ["evict m0"]
 
 
 def test_what_the_target_keeps_in_standby_and_cannot_be_stopped_is_no_room_for_another():
