@@ -26,6 +26,8 @@ DEMO = Path(__file__).resolve().parent.parent.parent / "bin" / "demo-engine"
 ASK = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
 STREAM = b'{"model":"m","stream":true}'
 LONG = json.dumps({"model": "m", "messages": [{"role": "user", "content": "so it goes " * 2000}]}).encode()
+DONE = b"data: [DONE]\n\n"
+"""The last event of a stream."""
 
 
 @pytest.fixture
@@ -238,8 +240,8 @@ def test_the_first_byte_of_a_stream_says_that_its_prefill_is_done(rig):
     left = re.search(rb"tokens_num (\d+), num_requests 1;", told)
     assert left is not None
     assert int(left[1]) < 512  # what does not fill a block
-    streaming.send(chunk(b""))
-    assert client.read_chunks() == (b"", True)
+    streaming.send(chunk(DONE), chunk(b""))
+    assert client.read_chunks() == (DONE, True)
 
 
 def test_the_first_byte_of_a_translated_stream_says_so_too(rig):
@@ -297,10 +299,10 @@ def test_a_stream_without_content_moves_and_its_client_sees_one_answer(rig, sent
     if sent:
         client.read_until(b"\r\n\r\n")
     asked.reset()
-    rig.other.next().send(SSE_HEAD, chunk(b"data: 1\n\n"), chunk(b""))
+    rig.other.next().send(SSE_HEAD, chunk(b"data: 1\n\n" + DONE), chunk(b""))
     if not sent:
         assert b"200 OK" in client.read_until(b"\r\n\r\n")
-    assert client.read_chunks() == (b"data: 1\n\n", True)
+    assert client.read_chunks() == (b"data: 1\n\n" + DONE, True)
 
 
 def test_a_stream_that_has_begun_breaks_off_with_an_error(rig):
@@ -349,13 +351,13 @@ def test_a_stream_that_waits_is_taken_back_when_another_replica_is_idle(rig):
         clients.append(ask(rig, STREAM))
         asked.append(engine.next())
     for each in (asked[1], asked[3]):
-        each.send(SSE_HEAD, chunk(b"data: b\n\n"), chunk(b""))
-    rig.other.next().send(SSE_HEAD, chunk(b"data: moved\n\n"), chunk(b""))
+        each.send(SSE_HEAD, chunk(b"data: b\n\n" + DONE), chunk(b""))
+    rig.other.next().send(SSE_HEAD, chunk(b"data: moved\n\n" + DONE), chunk(b""))
     assert asked[2].was_left()
-    asked[0].send(SSE_HEAD, chunk(b"data: a\n\n"), chunk(b""))
+    asked[0].send(SSE_HEAD, chunk(b"data: a\n\n" + DONE), chunk(b""))
     for client, word in zip(clients, (b"a", b"b", b"moved", b"b"), strict=True):
         client.read_until(b"\r\n\r\n")
-        assert client.read_chunks() == (b"data: %b\n\n" % word, True)
+        assert client.read_chunks() == (b"data: %b\n\n" % word + DONE, True)
 
 
 @pytest.mark.parametrize("body", [ASK, STREAM])
