@@ -498,6 +498,8 @@ def test_requests_are_told_which_hosts_their_model_has_and_what_is_so():
         "local has been lost for 2 s (its agent did not answer in 5 s)"
         in fleet.request("x", 16.0).error.message
     )
+    assert fleet.take(fleet.core.host_lost("", 17.0, "its disk is full")) == []
+    assert "local has been lost for 4 s (its disk is full)" in fleet.request("x", 18.0).error.message
 
 
 # Lost from the very start
