@@ -221,8 +221,9 @@ class Agent:
 
     def _release(self, owner: Owner) -> None:
         with self._changed:
-            self._ownership.give_up(owner)
+            self._ownership.check(owner)
             self._leave_project()
+            self._ownership.give_up(owner)
 
     def _owned(self, owner: Owner) -> Host:
         """Return the host for its owner; Fenced for any other. With or without the lock."""

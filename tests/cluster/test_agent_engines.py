@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from anvil_mux.cluster.agent import Agent, ServedProject, engine_variables
 from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError
 from anvil_mux.host.seam import Awake, Evicted, Inventory, ServiceEnded, Unfit
+from anvil_mux.state import is_served
 from tests.cluster.test_agent import AGAIN, CONFIG, ENGINE, FIRST, GUARD, ROOT, Caller, M
 
 
@@ -82,6 +84,18 @@ def test_stop_all_leaves_engines_of_an_agent_until_it_is_released(real: Caller, 
     real("claim", "", False)
     real("reconfigure", CONFIG)
     assert real("running") == []
+
+
+def test_a_release_that_a_full_disk_refuses_leaves_the_project(real: Caller, tmp_path: Path, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder = tmp_path / "anvil-mux" / "p-b"
+    assert is_served(folder)
+    monkeypatch.setattr(agent_module, "write_whole", fail)
+    with pytest.raises(BackendError, match="owner cannot be written: No space left on device"):
+        real("release")
+    assert not is_served(folder)
 
 
 def test_a_project_that_another_anvil_mux_serves_is_not_configured(tmp_path: Path, monkeypatch):
