@@ -21,6 +21,7 @@ from anvil_mux.config.kinds import (
     AUTO,
     COUNT,
     FLAG,
+    HEADERS,
     LISTEN,
     MEMORY,
     NAMES,
@@ -345,6 +346,13 @@ class Backend:
         page="security.md#what-a-request-can-reach",
     )
     """Paths of the engine that may be asked for below /upstream/; a trailing slash means all below."""
+    pass_headers: tuple[str, ...] = _live(
+        (),
+        HEADERS,
+        "Further headers of clients to pass on to the engine or the server of url (see security.md).",
+        page="security.md#headers-that-reach-an-engine",
+    )
+    """The lower-case names of headers that it is sent besides those that every engine is sent."""
     concurrency: int | None = _logged(
         None, COUNT, "The most requests that it runs at once; others queue, and API keys take turns."
     )

@@ -609,6 +609,32 @@ def _read_paths(value: Any) -> tuple[str, ...]:
 PATHS = ValueKind("list of paths", _read_paths, list_shape(text_shape(r"^/[A-Za-z0-9_-]")))
 
 
+_NOT_PASSED = frozenset(
+    (
+        *("authorization", "x-api-key", "api-key", "sec-websocket-protocol", "x-request-id"),
+        *("host", "content-length", "content-encoding", "transfer-encoding", "trailer", "te"),
+        *("connection", "keep-alive", "upgrade", "http2-settings", "expect", "forwarded"),
+    )
+)
+"""The headers of a client that no setting passes on: they may hold its key for anvil-mux, or belong to its
+connection to anvil-mux."""
+_NOT_PASSED_BEGINNINGS = ("x-anvil-", "x-forwarded-", "proxy-")
+
+
+def _read_headers(value: Any) -> tuple[str, ...]:
+    """Return the names of headers in lower case."""
+    headers = tuple(name.lower() for name in NAMES.read(value))
+    for name in headers:
+        if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9a-z-]+", name):
+            raise unfit(f"must be names of headers such as X-Tenant, not {show(name)}", "[X-Tenant]")
+        if name in _NOT_PASSED or name.startswith(_NOT_PASSED_BEGINNINGS):
+            raise unfit(f"must not name {name}, which anvil-mux reads itself, or writes anew", "[X-Tenant]")
+    return headers
+
+
+HEADERS = ValueKind("list of headers", _read_headers, NAMES.shape)
+
+
 # Settings
 
 ROWS = "settings"

@@ -76,6 +76,8 @@ class Engine:
     """Whether it has a page for people at its root."""
     acts_of_page: tuple[tuple[str, str], ...] = ()
     """The methods and routes by which its own page does more than read, besides those of models."""
+    headers: tuple[str, ...] = ()
+    """The lower-case names of headers that it reads, besides those that every engine is sent."""
 
     def steers(self, path: str) -> bool:
         """Whether ``path`` is one of its control routes."""

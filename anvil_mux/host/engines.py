@@ -255,6 +255,7 @@ ENGINES: dict[str, Engine] = {
             /init_weight_transfer_engine /start_profile /stop_profile /server_info /scale_elastic_ep
             /is_scaling_elastic_ep /invocations /v1/load_lora_adapter /v1/unload_lora_adapter"""
         ),
+        headers=("x-data-parallel-rank",),
     ),
     "sglang": Engine(
         sleeps=Sglang(),
@@ -271,6 +272,7 @@ ENGINES: dict[str, Engine] = {
             /load_lora_adapter /unload_lora_adapter /set_internal_state /configure_logging
             /start_profile /stop_profile"""
         ),
+        headers=("x-data-parallel-rank", "x-smg-routing-key"),
     ),
     "llamacpp": Engine(
         sleeps=LlamaCpp(),

@@ -215,14 +215,15 @@ def forward_request_head(
     host: str,
     target: str,
     *,
-    drop: AbstractSet[bytes] = frozenset(),
+    passed: AbstractSet[bytes] = frozenset(),
     extra: Collection[Field] = (),
 ) -> bytes:
-    """The lines of the head for the engine; ``framed`` ends it once the body is known.
+    """Return the lines of the head for an engine; ``framed`` ends it once the body is known.
 
-    ``drop``: the lower-case names of the client's fields that are left out, those of ``extra`` among them.
+    ``passed``: the lower-case names of the client's fields that are passed on, those of ``extra`` not among
+    them.
     """
-    passing = b"".join([line for low, line in request.passing if low not in drop])
+    passing = b"".join([line for low, line in request.passing if low in passed])
     first = f"{request.method} {target} HTTP/1.1\r\nHost: {host}\r\n".encode("ascii")
     return _written(first, passing, extra, b"")
 

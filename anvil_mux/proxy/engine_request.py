@@ -1,8 +1,10 @@
 """The request that an engine gets for a question: its head, and its body with the model's own name in it.
 
 The head is written for its request, from what was understood of the head that came. Where the body ends is
-said by who sends it (``Exchange.ask``). Of a client's head a server elsewhere gets only the fields in
-``PASSED``. So whatever a client shows as a key, under whatever name, reaches nobody but us.
+said by who sends it (``Exchange.ask``). A client's fields are passed on by allow-lists: ``PASSED`` to
+everybody, ``OF_HTTP`` and those that an engine reads to an engine of ours, and what the setting
+``pass_headers`` names. So no field makes an engine do what anvil-mux does not know of, and whatever a client
+shows as a key, under whatever name, reaches nobody but us.
 
 Of a body of JSON only the members that are named are left out, set or added: the bytes of all others are
 passed on as they came, in their order. So numbers keep their digits and text its escapes, whatever a reader
@@ -14,18 +16,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
+from functools import lru_cache
 from urllib.parse import parse_qsl, quote, urlencode
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import FIELDS
 from anvil_mux.config.values import site
 from anvil_mux.errors import BadRequest
+from anvil_mux.host.engines import ENGINES
 from anvil_mux.host.hosts import key_fields
 from anvil_mux.multiplexer.multiplexer import Lease
 from anvil_mux.protocol import foreign, http1, naming
 from anvil_mux.proxy.client import Spool
 from anvil_mux.proxy.exchange import RequestBody
-from anvil_mux.proxy.question import VIA, WARM, Question, QuestionBody, hops
+from anvil_mux.proxy.question import Question, QuestionBody, hops
 
 PASSED = frozenset(
     (
@@ -36,6 +40,22 @@ PASSED = frozenset(
     )
 )
 """The fields of a client's head that a server elsewhere gets. None of them holds a key."""
+_TRACING = (
+    *(b"baggage", b"b3", b"x-b3-traceid", b"x-b3-spanid", b"x-b3-parentspanid", b"x-b3-sampled"),
+    *(b"x-b3-flags", b"uber-trace-id", b"x-cloud-trace-context", b"x-amzn-trace-id"),
+)
+OF_HTTP = frozenset(
+    (
+        *(b"accept-charset", b"accept-encoding", b"content-language", b"content-location"),
+        *(b"content-disposition", b"content-md5", b"content-digest", b"repr-digest", b"digest"),
+        *(b"if-match", b"if-none-match", b"if-modified-since", b"if-unmodified-since", b"if-range"),
+        *(b"range", b"cache-control", b"pragma", b"date", b"prefer", b"priority"),
+        *(b"origin", b"referer", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest"),
+        *(b"sec-websocket-protocol", *_TRACING),
+    )
+)
+"""The fields that an engine of ours gets as well: what describes a body, asks for a part or a newer version
+of an answer, says which page asks, or traces the request."""
 SUBPROTOCOL = b"sec-websocket-protocol"
 KEY_IN_SUBPROTOCOL = b"api-key"
 """Browsers, which can set no fields, show their key for a websocket as a subprotocol with this in it."""
@@ -43,12 +63,6 @@ KEYS_IN_QUERY = frozenset(
     ["key", "api_key", "api-key", "apikey", "token", "access_token", "subscription-key"]
 )
 """The names under which APIs take a key in the query, which a server elsewhere does not get."""
-CONVERSATION = b"x-conversation-id"
-"""The field under which llama-server continues an answer without its client, for whoever knows the id."""
-_NOT_THEIRS = frozenset([b"x-request-id", b"content-encoding", CONVERSATION, WARM, VIA])
-"""The fields of a client that no engine gets: its request has an id and a way of ours, its body was
-unpacked, and its answer ends with its lease."""
-_NOT_PACKED = _NOT_THEIRS | {b"accept-encoding"}
 _KEYS = frozenset(FIELDS)
 UPGRADE = {b"connection": b"Upgrade", b"upgrade": b"websocket"}
 WITHOUT_ADAPTERS = frozenset(
@@ -79,62 +93,73 @@ def request_head(question: Question, lease: Lease, also: Mapping[bytes, bytes] =
     query = request.query
     if query and route.model_in != "upstream":  # a name that is read there is the one that was asked for
         query = naming.model_replaced_in_query(query, question.known_as(lease.backend))
-    own, drop = dict(also), _NOT_THEIRS
+    own = dict(also)
     is_page = question.context.shows_pages and route.model_in == "upstream" and request.method == "GET"
     if b"accept-encoding" in request.fields and not is_page:
         # What is packed cannot be read: usage, errors, ids of answers.
-        own[b"accept-encoding"], drop = b"identity", _NOT_PACKED
+        own[b"accept-encoding"] = b"identity"
     kind = request.fields.get(b"content-type")
     if route.model_in == "json" and kind != b"application/json":
         own[b"content-type"] = b"application/json"
-        drop |= {b"content-type"}
-    return _head(question, lease, route.path, own, query=query, drop=drop)
+    return _head(question, lease, route.path, own, query=query)
 
 
 def translated_head(question: Question, lease: Lease, path: str) -> bytes:
     """The lines of the head of a question that the client did not ask in these words."""
     own = {b"accept": b"*/*", b"accept-encoding": b"identity", b"content-type": b"application/json"}
-    return _head(question, lease, path, own, query="", drop=_NOT_THEIRS | own.keys())
+    return _head(question, lease, path, own, query="")
 
 
-def _head(
-    question: Question,
-    lease: Lease,
-    path: str,
-    own: Mapping[bytes, bytes],
-    *,
-    query: str,
-    drop: frozenset[bytes],
-) -> bytes:
-    """The lines of a head with ``own`` fields, and without the client's in ``drop``.
+def _head(question: Question, lease: Lease, path: str, own: Mapping[bytes, bytes], *, query: str) -> bytes:
+    """Return the lines of a head with ``own`` fields and those of the client that are passed on.
 
     Engines of ours get a client's keys only where these are not for us; servers elsewhere never do.
     """
     context, backend = question.context, lease.backend
     host = f"{lease.address[0]}:{lease.address[1]}"
-    credentials: Mapping[bytes, bytes] = {}
+    hides_keys = bool(backend.url) or context.access.hides_keys
     if backend.url:
         there = site(backend.url)
-        credentials, dropped = _fields_elsewhere(context.request, backend, path)
-        drop |= dropped
+        own = {**_fields_elsewhere(context.request, backend, path), **own}
         kept = [(name, value) for name, value in parse_qsl(query, True) if name.lower() not in KEYS_IN_QUERY]
         host, path, query = there.name, there.path(path), urlencode(kept)
-    elif context.access.hides_keys:
-        drop |= _KEYS
-        if key := backend.service.api_key:
-            credentials = {b"authorization": b"Bearer " + key.encode()}
+    elif hides_keys and (key := backend.service.api_key):
+        own = {b"authorization": b"Bearer " + key.encode(), **own}
+    if hides_keys and (offered := context.request.fields.get(SUBPROTOCOL)):
+        own = {**own, **_without_keys(offered)}
     return http1.forward_request_head(
         context.request,
         host,
         f"{path}?{query}" if query else path,
-        drop=drop,
+        passed=passed_fields(backend, hides_keys=hides_keys) - own.keys(),
         extra={
-            **credentials,
             **own,
             b"X-Request-ID": context.id.encode("ascii"),
             b"X-Anvil-Via": _way(question, backend),
         }.items(),
     )
+
+
+def _without_keys(subprotocols: bytes) -> dict[bytes, bytes]:
+    """Return the field with the subprotocols that a client offers, but for its key; {} if none remains."""
+    kept = [each.strip() for each in subprotocols.split(b",") if KEY_IN_SUBPROTOCOL not in each.lower()]
+    return {SUBPROTOCOL: b", ".join(kept)} if kept else {}
+
+
+def passed_fields(backend: Backend, *, hides_keys: bool) -> frozenset[bytes]:
+    """Return the lower-case names of a client's fields that its engine or server elsewhere gets.
+
+    ``hides_keys``: whether those in which clients show their keys are not among them.
+    """
+    return _passed(backend.engine, backend.pass_headers, bool(backend.url), hides_keys)
+
+
+@lru_cache(maxsize=1024)
+def _passed(engine: str, more: tuple[str, ...], is_elsewhere: bool, hides_keys: bool) -> frozenset[bytes]:
+    names = PASSED | {name.encode("ascii") for name in more}
+    if not is_elsewhere:
+        names |= OF_HTTP | {name.encode("ascii") for name in ENGINES[engine].headers}
+    return names - {SUBPROTOCOL} if hides_keys else names | _KEYS
 
 
 def _way(question: Question, backend: Backend) -> bytes:
@@ -146,21 +171,15 @@ def _way(question: Question, backend: Backend) -> bytes:
 # The head for a server elsewhere
 
 
-def _fields_elsewhere(
-    request: http1.Request, backend: Backend, path: str
-) -> tuple[dict[bytes, bytes], frozenset[bytes]]:
-    """The fields that are set for a server elsewhere, and the names of the client's that it does not get."""
+def _fields_elsewhere(request: http1.Request, backend: Backend, path: str) -> dict[bytes, bytes]:
+    """Return the fields that are set for a server elsewhere."""
     shown = key_fields(backend.url, backend.service.api_key or "", path)
     own = {name.encode("ascii"): value.encode("ascii") for name, value in shown.items()}
     # Answers are read here, and events written among theirs: engines do not compress, clouds do.
     own[b"accept-encoding"] = b"identity"
-    dropped = frozenset(name for name in request.fields if name not in PASSED)
-    if offered := request.fields.get(SUBPROTOCOL):
-        kept = [each.strip() for each in offered.split(b",") if KEY_IN_SUBPROTOCOL not in each.lower()]
-        own |= {SUBPROTOCOL: b", ".join(kept)} if kept else {}
     if b"anthropic-version" in request.fields:
         own.pop(b"anthropic-version", None)
-    return own, dropped
+    return own
 
 
 # The body

@@ -85,6 +85,10 @@ OWN_CASES = r"""
     presets: {fast: {set: {model: x}}} -> presets.fast.set |  | presets.md#presets
     loras: {sql: /loras/sql} -> loras.sql | loras: [sql] | presets.md#lora-adapters
     upstream: docs -> upstream | upstream: /docs | security.md#what-a-request-can-reach
+    pass_headers: [X Tenant] ->
+        pass_headers | pass_headers: [X-Tenant] | security.md#headers-that-reach-an-engine
+    pass_headers: [Authorization] ->
+        pass_headers | pass_headers: [X-Tenant] | security.md#headers-that-reach-an-engine
     prompt_cache: 5GiB -> prompt_cache |  | standby.md#prompts-that-outlive-a-swap
     url: api.openai.com/v1 -> url | url: https://api.openai.com/v1 | elsewhere.md#a-server-elsewhere
     url: https://api.openai.com/v1/chat/completions ->

@@ -445,6 +445,17 @@ def test_files_of_keys_and_certificates_are_seen_from_the_compose_file(tmp_path:
     assert found.allowed_hosts == ("mux.example",)
 
 
+@pytest.mark.parametrize(
+    "name", ["x-api-key", "Api-Key", "Content-Length", "Connection", "X-Anvil-Via", "X-Forwarded-For", "a:b"]
+)
+def test_headers_to_pass_on_are_names_that_anvil_mux_does_not_use(tmp_path: Path, name: str) -> None:
+    found = plain(tmp_path, "services: {a: {image: x, x-anvil: {pass_headers: [X-Tenant, cookie]}}}")
+    assert found.backends[0].pass_headers == ("x-tenant", "cookie")
+    [problem] = problems(tmp_path, f"services: {{a: {{image: x, x-anvil: {{pass_headers: ['{name}']}}}}}}")
+    assert "pass_headers" in problem
+    assert "must " in problem
+
+
 def test_what_may_be_asked_of_an_engine_is_a_list_of_plain_paths(tmp_path: Path) -> None:
     found = plain(tmp_path, "services: {a: {image: x, x-anvil: {upstream: [/docs, /sdapi/]}}}")
     assert found.backends[0].upstream == ("/docs", "/sdapi/")

@@ -189,7 +189,7 @@ def check_request(data: bytes, draw: random.Random) -> None:
 
 def check_forwarded_request(request: http1.Request) -> None:
     target = f"{request.path}?{request.query}" if request.query else request.path
-    lines = http1.forward_request_head(request, "engine:1", target)
+    lines = http1.forward_request_head(request, "engine:1", target, passed=request.fields.keys())
     sent = http1.framed(lines, request.method, 7)
     again = http1.parse_request(sent)
     assert (again.method, again.length, again.chunked) == (request.method, 7, False)

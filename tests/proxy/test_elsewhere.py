@@ -144,14 +144,34 @@ def test_it_gets_no_key_where_it_needs_none(world):
     assert b"uthorization" not in heard[0].head
 
 
+def test_it_gets_the_headers_that_its_service_passes(world):
+    rig = world(gpt={"pass_headers": ("openai-organization",)})
+    heard = rig.other.answers()
+    ask(rig, "gpt", extra=EXTRA + b"X-Odd: 1\r\n")
+    assert b"\r\nOpenAI-Organization: org\r\n" in heard[0].head
+    assert b"x-odd" not in heard[0].head.lower()
+    assert OF_A_CLIENT not in heard[0].head
+
+
+WITH_KEY_IN_SUBPROTOCOL = (
+    b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: x\r\nSec-WebSocket-Version: 13\r\n"
+    b"Sec-WebSocket-Protocol: realtime, openai-insecure-api-key.k-of-a-client\r\n"
+)
+
+
 def test_a_browsers_key_for_a_websocket_stays_here(world):
     rig = world()
     heard = rig.other.answers(status(404))
-    upgrade = (
-        b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: x\r\nSec-WebSocket-Version: 13\r\n"
-        b"Sec-WebSocket-Protocol: realtime, openai-insecure-api-key.k-of-a-client\r\n"
-    )
-    assert rig.get(b"/v1/realtime?model=gpt", extra=upgrade).status == 404
+    assert rig.get(b"/v1/realtime?model=gpt", extra=WITH_KEY_IN_SUBPROTOCOL).status == 404
+    assert b"sec-websocket-protocol: realtime\r\n" in heard[0].head
+    assert OF_A_CLIENT not in heard[0].head
+
+
+def test_no_engine_gets_a_browsers_key_for_a_websocket(make_rig):
+    rig = make_rig(keys=keyring("key-of-somebody"))
+    heard = rig.engine.answers(status(404))
+    fields = b"Authorization: Bearer key-of-somebody\r\n" + WITH_KEY_IN_SUBPROTOCOL
+    assert rig.get(b"/v1/realtime?model=a", extra=fields).status == 404
     assert b"sec-websocket-protocol: realtime\r\n" in heard[0].head
     assert OF_A_CLIENT not in heard[0].head
 

@@ -11,6 +11,7 @@ from io import FileIO
 
 import pytest
 
+from anvil_mux.config.config import Backend
 from anvil_mux.protocol import http1
 from anvil_mux.proxy import connections, pump
 from tests.fake_engine import (
@@ -316,11 +317,45 @@ def test_only_silence_ends_a_long_stream(monkeypatch):
         end.close()
 
 
-def test_no_engine_learns_of_a_conversation_that_outlives_its_client(rig):
-    for ask in (ASK_A, STREAM_A):
-        _, asked = rig.asked(ask, extra=b"X-Conversation-Id: conv-of-v\r\n")
-        assert b"conv-of-v" not in asked.head
-        asked.send(JSON_OK)
+# What an engine is sent of a client's head
+
+
+def test_engine_is_sent_what_http_tracing_and_apis_need(rig):
+    sent = (
+        b"Accept-Language: de\r\nRange: bytes=0-1\r\nIf-None-Match: x\r\nUser-Agent: me\r\n"
+        b"Traceparent: 00-1\r\nTracestate: a=1\r\nBaggage: b=2\r\nB3: 0\r\nanthropic-beta: x\r\n"
+    )
+    _, asked = rig.asked(ASK_A, extra=sent)
+    assert sent in asked.head
+    asked.send(JSON_OK)
+
+
+@pytest.mark.parametrize("field", [b"X-Conversation-Id", b"X-Data-Parallel-Rank", b"Cookie", b"X-Odd"])
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/upstream/a/v1/chat/completions", b"/api/chat"])
+def test_engine_is_sent_no_header_that_it_is_not_known_to_need(rig, field, path):
+    client = rig.client()
+    body = b'{"model":"a","messages":[{"role":"user","content":"Hi"}]}'
+    client.post(body, path=path, extra=field + b": of-a-client\r\n")
+    asked = rig.engine.next()
+    assert b"of-a-client" not in asked.head
+    asked.send(JSON_OK)
+    client.read()
+
+
+@pytest.mark.parametrize(("engine", "is_sent"), [("vllm", True), ("sglang", True), ("llamacpp", False)])
+def test_engine_is_sent_the_headers_that_its_record_names(make_rig, engine, is_sent):
+    rig = make_rig(backends=(Backend("a", "a", gpus=("0",), engine=engine),))
+    _, asked = rig.asked(ASK_A, extra=b"X-Data-Parallel-Rank: 1\r\n")
+    assert (b"\r\nX-Data-Parallel-Rank: 1\r\n" in asked.head) == is_sent
+    asked.send(JSON_OK)
+
+
+def test_engine_is_sent_the_headers_that_its_service_passes(make_rig):
+    rig = make_rig(backends=(Backend("a", "a", gpus=("0",), pass_headers=("x-tenant",)),))
+    _, asked = rig.asked(ASK_A, extra=b"X-TENANT: t\r\nX-Tenant-2: no\r\n")
+    assert b"\r\nX-TENANT: t\r\n" in asked.head
+    assert b"x-tenant-2" not in asked.head.lower()
+    asked.send(JSON_OK)
 
 
 # Tokens

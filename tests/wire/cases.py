@@ -107,6 +107,8 @@ OWN = ("models", "healthz", "livez", "metrics", "tags", "version", "root")
 """The ways to anvil-mux itself."""
 OPEN = ("livez",)
 """The ways that need no key."""
+PASS_HEADERS = ("x-wire", "x-two", "x-caps", "x-empty", "x-space", "x-latin")
+"""The fields that the services have passed on to their engine."""
 KNOWN_AS = {"a": "a", "alias": "a", "org/b": "b-inside"}
 """The names of models, and those that their engines know them by."""
 KEYS = {

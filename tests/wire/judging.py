@@ -20,6 +20,7 @@ from tests.wire.cases import (
     KNOWN_AS,
     OPEN,
     OWN,
+    PASS_HEADERS,
     WAYS,
     Answer,
     Ask,
@@ -43,6 +44,10 @@ TO_ENGINES = frozenset(
     b"content-type".split()
 )
 """The fields of requests that anvil-mux writes anew, or answers to itself."""
+TO_EVERY_ENGINE = frozenset(
+    b"accept accept-language user-agent range if-none-match cache-control date authorization".split()
+) | {name.encode() for name in PASS_HEADERS}
+"""Those that are drawn, and that any engine is sent as they came."""
 TO_CLIENTS = frozenset(
     b"content-length server date x-request-id request-id set-cookie strict-transport-security".split()
 )
@@ -162,7 +167,8 @@ def _for_engine(ask: Ask, id: str, keyed: bool) -> Fields:
     """The fields of a request that are for the engine."""
     shown = [f"Authorization: Bearer {KEYS[ask.key].decode()}"] if ask.key else []
     fields = _read([f"X-Wire: {id}", *shown, *ask.fields], id)
-    return _end_to_end(fields, TO_ENGINES | (CREDENTIALS if keyed else NO_FIELDS))
+    passed = _end_to_end(fields, TO_ENGINES | (CREDENTIALS if keyed else NO_FIELDS))
+    return [(name, value) for name, value in passed if name in TO_EVERY_ENGINE]
 
 
 # Fields

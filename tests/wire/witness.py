@@ -10,12 +10,14 @@ import threading
 from dataclasses import dataclass, field
 from hashlib import sha256
 
+from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import Key, Keyring
 from anvil_mux.telemetry.accesslog import Served
 from tests.fake_engine import GUARD, Mechanism, Rig
 from tests.strict import AnswerReader, Received, RequestReader, Unsound
 from tests.wire.cases import (
     KEYS,
+    PASS_HEADERS,
     SECOND,
     WAYS,
     Ask,
@@ -168,7 +170,11 @@ class House:
         )
         engines = {"a": self.engine, "b": self.engine}
         mechanism = Mechanism(engines)  # type: ignore[arg-type]
-        self.rig = Rig(mechanism=mechanism, keys=keys if keyed else None)
+        backends = (
+            Backend("a", "a", gpus=("0",), aliases=("alias",), pass_headers=PASS_HEADERS),
+            Backend("b", "org/b", gpus=("0",), served_model="b-inside", pass_headers=PASS_HEADERS),
+        )
+        self.rig = Rig(mechanism=mechanism, keys=keys if keyed else None, backends=backends)
         self.host = b"127.0.0.1:%d" % self.rig.address[1]
         self.errors = Errors()
         logging.getLogger("anvil_mux").addHandler(self.errors)
