@@ -207,15 +207,17 @@ def test_an_engine_of_another_version_since_is_understood_from_the_next_question
 def test_inspect_during_a_ping_of_another_thread_finds_the_container(docker, engine):
     docker.add("c1")
     engine.ping()
-    asked, answered = threading.Event(), threading.Event()
-    docker.on_ping = lambda: (asked.set(), answered.wait(10))
+    asked, answered, pings = threading.Event(), threading.Event(), []
+    docker.on_ping = lambda: (pings.append(1), asked.set(), answered.wait(10))
     with ThreadPoolExecutor(1) as pool:
         ping = pool.submit(engine.ping)
         assert asked.wait(10)
-        found = engine.inspect("c1")
+        container = engine.inspect("c1")
+        pings_meanwhile = len(pings)
         answered.set()
         ping.result()
-    assert found
+    assert container
+    assert pings_meanwhile == 1  # what is known of the engine's API holds until there is another answer
 
 
 def test_an_engine_that_closes_the_connection_has_not_answered(docker, engine):
