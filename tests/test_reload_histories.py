@@ -78,22 +78,23 @@ def test_who_waits_for_a_removed_model_is_told_so_and_one_that_was_added_is_serv
     )
 
 
-def test_a_reload_during_a_load_lets_it_end_and_begins_again_with_the_new_definition():
+def test_reload_during_a_load_of_what_it_changes_cancels_it_and_loads_again():
     trace = [Arrival(0.0, "a", 1.0), Reload(4.0, with_backends(OTHER_A, B))]
     assert story(trace) == events(
-        "0 queued a, 0 loading a, 4 reloaded, 10 ready a, 10 draining a, 10 evicting a, 11 stopped a, "
-        "11 loading a, 21 ready a, 21 leased a"
+        "0 queued a, 0 loading a, 4 reloaded, 4 cancelling a, 5 stopped a, 5 loading a, 15 ready a, "
+        "15 leased a"
     )
 
 
-def test_a_load_that_fails_after_the_reload_fails_nobody_who_waits_for_the_new_definition():
+def test_load_that_fails_after_its_reload_fails_no_request_of_the_new_one():
     def perform(step, nth):
         failed = isinstance(step, Load) and nth == 0
         return Outcome(10.0, LoadError("no") if failed else None)
 
     trace = [Arrival(0.0, "a", 1.0), Reload(4.0, with_backends(OTHER_A, B))]
     assert story(trace, perform=perform) == events(
-        "0 queued a, 0 loading a, 4 reloaded, 10 stopped a, 10 loading a, 20 ready a, 20 leased a"
+        "0 queued a, 0 loading a, 4 reloaded, 4 cancelling a, 10 stopped a, 10 loading a, 20 ready a, "
+        "20 leased a"
     )
 
 

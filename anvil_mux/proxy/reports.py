@@ -20,7 +20,7 @@ from anvil_mux import __version__
 from anvil_mux.clock import count_in, mistakes
 from anvil_mux.config.kinds import read_seconds
 from anvil_mux.config.values import names_in, words_of
-from anvil_mux.errors import BadRequest, CircuitOpen, NotFound, UnknownModel
+from anvil_mux.errors import BadRequest, CircuitOpen, NotFound, UnknownModel, with_log
 from anvil_mux.host.seam import GpuUse, GpuUses
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, http1, ollama
@@ -354,6 +354,9 @@ class Diagnosis:
         elif meant and name != model:
             what = "a preset of" if meant.preset else "another name for"
             sentence = f"{name} is {what} {model}. {sentence}"
+        if found.verdict == "refused" and reply.context.reads_logs:
+            backends = self._mux.overview.model(model).backends
+            sentence = with_log(sentence, next((each.log for each in backends if each.log), ()))
         reply.json({**estimate, "sentence": sentence, "stages": finite(stages), **more, **state})
 
     def _external(self, found: WaitEstimate, server: str) -> WaitEstimate:
