@@ -244,18 +244,18 @@ class RemoteHost:
         with self._lock:
             self._wanted = config
         if self._instance and not self.is_silent:
-            self._control.call(self.name, "hello", "", LIMIT_SECONDS)  # what follows may take long
+            self._greet()
             self._configure()
 
     def running(self) -> list[str]:
-        return self._ask(list[str], "running", timeout=LONG_SECONDS)
+        return self._ask_long(list[str], "running")
 
     def orphans(self) -> list[Backend]:
-        orphans = self._ask(list[Backend], "orphans", timeout=LONG_SECONDS)
+        orphans = self._ask_long(list[Backend], "orphans")
         return [replace(orphan, host=self.name) for orphan in orphans]  # there each is on its own host
 
     def occupants(self) -> list[Occupant]:
-        return self._ask(list[Occupant], "occupants", timeout=LONG_SECONDS)
+        return self._ask_long(list[Occupant], "occupants")
 
     def adopt(self, backend: Backend) -> Found:
         found: Found = self._step(FOUND, "adopt", backend, patience=PATIENCE_SECONDS)
@@ -379,6 +379,16 @@ class RemoteHost:
         if answer.instance != instance:
             raise AgentSilent(f"the agent of host {self.name} was restarted")
         return _value(kind, answer)
+
+    def _ask_long(self, kind: type[T], method: str) -> T:
+        """Call a method that may take long; AgentSilent, soon, if the agent does not answer at all."""
+        if self._instance:
+            self._greet()
+        return self._ask(kind, method, timeout=LONG_SECONDS)
+
+    def _greet(self) -> None:
+        """Raise AgentSilent, soon, if the agent does not answer: what follows may take long."""
+        self._control.call(self.name, "hello", "", LIMIT_SECONDS)
 
     def _exchange(self, method: str, args: tuple[object, ...], timeout: float) -> AgentAnswer:
         sent = frames.dump(AgentCall(self.owner, method, args))

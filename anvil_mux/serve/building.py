@@ -42,7 +42,7 @@ from anvil_mux.serve.files import Known, LearnedFile, PauseFile, checked, digest
 from anvil_mux.serve.hosts import TOO_MANY, Adoption, ConfiguredHosts, ReadingAhead
 from anvil_mux.serve.invocation import CannotServe, Options, say
 from anvil_mux.serve.polling import ExternalServers, RedisStore, Scraper, Sharing, StoreError
-from anvil_mux.serve.watches import NOT_THERE, HostWatches
+from anvil_mux.serve.watches import HostWatches
 from anvil_mux.state import state_folder
 from anvil_mux.telemetry import eventlog
 from anvil_mux.telemetry.eventlog import EventLog, Rotation
@@ -111,8 +111,8 @@ class Parts:
         self._observe(opened, folder)
         self._follow_hosts(opened, reload)
         self._answer(opened)
-        for host in self.watches.missing():
-            self.mux.facts.host_lost(host, NOT_THERE)
+        for host, why in self.watches.missing().items():
+            self.mux.facts.host_lost(host, why)
         self.mux.facts.expect(backend.name for backend in self.config.backends)
 
     def _serve_models(self) -> None:
@@ -288,8 +288,8 @@ class Parts:
                 self.hosts.take(before)
             raise
         self._warn(config, before)
-        for host in self.watches.missing():
-            self.mux.facts.host_lost(host, NOT_THERE)
+        for host, why in self.watches.missing().items():
+            self.mux.facts.host_lost(host, why)
         self.look_at_rights()
         return change
 

@@ -209,10 +209,11 @@ class HostWatches:
 
     # How they are
 
-    def missing(self) -> list[str]:
-        """The hosts that backends are on and that are not there."""
-        here = self._hosts.nodes
-        return [name for name in self._hosts.others if name not in here and name not in self.by_host]
+    def missing(self) -> dict[str, str]:
+        """Return the hosts that backends are on and that are not there, and why."""
+        here, problems = self._hosts.nodes, self._cluster.problems if self._cluster else {}
+        missing = [name for name in self._hosts.others if name not in here and name not in self.by_host]
+        return {name: problems.get(name, NOT_THERE) for name in missing}
 
     def is_here(self, host: str) -> bool:
         """Whether it can be asked now what runs on a host."""

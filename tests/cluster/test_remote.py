@@ -327,6 +327,14 @@ def test_somebody_who_watches_gpus_is_told_to_the_agent_with_the_next_question_f
     assert agent.host.problem() == "Docker does not answer"
 
 
+@pytest.mark.parametrize("method", ["running", "orphans", "occupants"])
+def test_what_runs_on_a_silent_host_is_not_waited_for(agent, method):
+    agent.is_silent = True
+    with pytest.raises(AgentSilent):
+        getattr(agent.host, method)()
+    assert agent.waited == [LIMIT_SECONDS]
+
+
 def test_a_silent_host_is_configured_later_and_nobody_waits_for_it(agent):
     other = HostConfig((A,), project="other")
     agent.is_silent = True
