@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from anvil_mux.errors import BadRequest
+from anvil_mux.protocol import foreign
 from anvil_mux.protocol.api import written
 from anvil_mux.protocol.completions import (
     AnswerTranslation,
@@ -272,6 +273,47 @@ class _Message(AnswerTranslation):
         if self._block:
             self._block = ""
             yield _event("content_block_stop", index=self._index)
+
+
+def as_events(body: bytes) -> bytes | None:
+    """Return a whole message as the events of a stream; None if it is not a message."""
+    message = foreign.read_object(body)
+    blocks = message.get("content") if message is not None else None
+    if message is None or not isinstance(blocks, list) or not all(isinstance(each, dict) for each in blocks):
+        return None
+    empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+    delta = {key: message.get(key) for key in ("stop_reason", "stop_sequence")}
+    return b"".join(
+        [
+            _event("message_start", message={**message, **empty}),
+            *[event for index, block in enumerate(blocks) for event in _events_of_block(index, block)],
+            _event("message_delta", delta=delta, usage=message.get("usage") or {"output_tokens": 0}),
+            _event("message_stop"),
+        ]
+    )
+
+
+def _events_of_block(index: int, block: Block) -> Iterator[bytes]:
+    """Yield the events that build a whole block: its fields that grow are empty at its start."""
+    deltas = []
+    for kind, source, field, nothing in _GROWING.get(block.get("type"), ()):
+        if value := block.get(source):
+            deltas.append({"type": kind, field: value if isinstance(value, str) else written(value).decode()})
+        block = {**block, source: nothing}
+    yield _event("content_block_start", index=index, content_block=block)
+    yield from (_event("content_block_delta", index=index, delta=delta) for delta in deltas)
+    yield _event("content_block_stop", index=index)
+
+
+_GROWING: dict[object, tuple[tuple[str, str, str, object], ...]] = {
+    "text": (("text_delta", "text", "text", ""),),
+    "thinking": (
+        ("thinking_delta", "thinking", "thinking", ""),
+        ("signature_delta", "signature", "signature", ""),
+    ),
+    "tool_use": (("input_json_delta", "input", "partial_json", {}),),
+}
+"""Type of a block -> type of its delta, the block's field, the delta's field, and the block's before it."""
 
 
 class _Count(AnswerTranslation):

@@ -29,7 +29,7 @@ from anvil_mux.errors import (
     RefusedByEngine,
 )
 from anvil_mux.multiplexer.multiplexer import Lease
-from anvil_mux.protocol import api, completions, http1
+from anvil_mux.protocol import anthropic, api, completions, http1
 from anvil_mux.protocol.api import written
 from anvil_mux.protocol.completions import Translation, parse
 from anvil_mux.protocol.sse import SseObserver
@@ -247,7 +247,10 @@ class Attempt:
         body = exchange.content(self.question.context.access.config.max_body)
         kind = exchange.response.fields.get(b"content-type", b"")
         is_text = kind.startswith((b"application/json", b"text/plain"))
-        events = api.as_events(self.question.context.route.beat, body) if is_text else None
+        beat = self.question.context.route.beat
+        events = None
+        if is_text:
+            events = anthropic.as_events(body) if beat == "messages" else api.as_events(beat, body)
         if events is None:
             raise _engine_error(self.question.target.model, exchange.response.status, body)
         record.said = body

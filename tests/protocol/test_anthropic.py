@@ -390,3 +390,8 @@ def test_an_engine_that_counts_no_messages_is_not_asked_again_and_again(rig):
     rig.engine.next().send(b'HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n{"tokens":[]}')
     answer = client.read()
     assert (answer.status, answer.header(b"x-should-retry")) == (501, b"false")
+
+
+@pytest.mark.parametrize("body", [b"{}", b"[]", b'{"content":"hi"}', b'{"content":[1]}'])
+def test_what_is_not_a_message_does_not_become_events(body):
+    assert anthropic.as_events(body) is None

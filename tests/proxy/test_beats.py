@@ -171,6 +171,37 @@ def test_a_whole_answer_after_beats_is_the_one_event_of_the_stream(loading, path
     assert (record.status, record.code, record.tokens) == (200, "", 3)
 
 
+def test_a_whole_message_after_beats_is_streamed_as_its_events(loading):
+    rig, client = loading(**COMMENTS)
+    client.post(STREAM_A, path=b"/v1/messages")
+    client.read_until(chunk(b": anvil-mux loading a\n"))
+    rig.mechanism.gate.set()
+    content = b'[{"type":"text","text":"hi"},{"type":"tool_use","id":"t","name":"f","input":{"x":1}}]'
+    usage = b'{"input_tokens":7,"output_tokens":3}'
+    rig.engine.next().send(
+        answer_of(
+            b'{"id":"m","type":"message","role":"assistant","content":%b,"stop_reason":"end_turn","usage":%b}'
+            % (content, usage)
+        )
+    )
+    stream, clean = client.read_chunks()
+    lines = [line for line in stream.split(b"\n") if line.startswith(b"data: ")]
+    events = [json.loads(line.removeprefix(b"data: ")) for line in lines]
+    assert clean
+    assert [event["type"] for event in events if event["type"] != "ping"] == [
+        "message_start",
+        *("content_block_start", "content_block_delta", "content_block_stop"),
+        *("content_block_start", "content_block_delta", "content_block_stop"),
+        *("message_delta", "message_stop"),
+    ]
+    deltas = [event["delta"] for event in events if "delta" in event]
+    assert deltas[0] == {"type": "text_delta", "text": "hi"}
+    assert json.loads(deltas[1]["partial_json"]) == {"x": 1}
+    assert deltas[2]["stop_reason"] == "end_turn"
+    record = rig.events.record()
+    assert (record.status, record.code, record.prompt_tokens, record.tokens) == (200, "", 7, 3)
+
+
 def test_beats_to_a_client_of_http_1_0_are_not_chunked(loading):
     rig, client = loading(grace=0.0, comment_every=1e9, chunk_every=1e9)
     client.send(
