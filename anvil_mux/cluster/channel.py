@@ -23,10 +23,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TookTooLong
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import BinaryIO, Protocol
 
+from anvil_mux.clock import safely
 from anvil_mux.cluster import frames
 from anvil_mux.cluster.frames import (
     LONGEST_ANSWER,
@@ -45,6 +47,9 @@ START_SECONDS = 20.0
 """How long a child may take until it is of use."""
 PAUSES = (1.0, 2.0, 5.0)
 """Seconds from the end of a child to the next start; more after one, two, ... that were of no use."""
+END_SECONDS = 2.0
+"""How long a child may take to end once nobody writes to it."""
+WRITER, READER = "cluster-write", "cluster-read"
 MARGIN_SECONDS = 1.0
 """How much longer than its own limit a call is waited for."""
 
@@ -113,8 +118,8 @@ class Channel:
         self.first = self._waiting[0]
         """The first frame: whether it is of use, and what it says of itself."""
         send, take = (self.child.stdin,), (self.child.stdout,)
-        threading.Thread(target=self._write, args=send, name="cluster-write", daemon=True).start()
-        self._reader = threading.Thread(target=self._read, args=take, name="cluster-read", daemon=True)
+        threading.Thread(target=self._write, args=send, name=WRITER, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, args=take, name=READER, daemon=True)
         self._reader.start()
 
     def call(self, host: str, method: str, text: str, timeout: float) -> str:
@@ -139,36 +144,61 @@ class Channel:
             raise AgentSilent(reply)
         return reply
 
-    def close(self, grace: float = 2.0) -> None:
+    def close(self) -> None:
         """End the child: it ends by itself when nobody writes to it any more."""
         self._to_send.put(None)
+        self._end_child()
+        self._reader.join(END_SECONDS)  # it ends with the child's output
+
+    def _end_child(self) -> None:
+        """Wait until the child has ended, and kill it if that takes too long."""
         try:
-            self.child.wait(grace)
+            self.child.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             self.child.kill()
             self.child.wait()
-        self._reader.join(grace)  # it ends with the child's output
 
     def _write(self, pipe: BinaryIO) -> None:
-        with suppress(OSError, ValueError), pipe:
+        """Send calls until the channel is closed; end the child if one cannot be sent."""
+        with suppress(OSError), pipe:
             while (frame := self._to_send.get()) is not None:
-                write_frame(pipe, frame)
+                if not safely(WRITER, partial(self._send, pipe, frame), False):
+                    self.child.kill()
+                    return
+
+    @staticmethod
+    def _send(pipe: BinaryIO, frame: CallFrame) -> bool:
+        """Send a call; return whether the child could be sent it."""
+        with suppress(OSError, ValueError):
+            write_frame(pipe, frame)
+            return True
+        return False
 
     def _read(self, pipe: BinaryIO) -> None:
-        with suppress(OSError, MuxError), pipe:
-            while (frame := read_frame(pipe, AnswerFrame)) is not None:
-                number, is_ok, text = frame
-                with self._lock:
-                    answer = self._waiting.pop(number, None)
-                if answer:
-                    answer.set_result((is_ok, text))
+        """Take answers until there are no more, then end the child and every call that waits."""
+        with suppress(OSError), pipe:
+            while safely(READER, partial(self._take, pipe), False):
+                pass
         self._to_send.put(None)
         with self._lock:
             self.ended = self._now()
             left, self._waiting = list(self._waiting.values()), {}
         for answer in left:
             answer.set_result((False, ENDED))
-        self.child.wait()
+        self._end_child()
+
+    def _take(self, pipe: BinaryIO) -> bool:
+        """Take one answer to the call that waits for it; return whether there was one."""
+        frame = None
+        with suppress(OSError, MuxError):
+            frame = read_frame(pipe, AnswerFrame)
+        if frame is None:
+            return False
+        with self._lock:
+            answer = self._waiting.pop(frame.number, None)
+        if answer:
+            answer.set_result((frame.ok, frame.text))
+        return True
 
 
 class ChildControl:

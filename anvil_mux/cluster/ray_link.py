@@ -25,10 +25,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import anvil_mux
+from anvil_mux.clock import Clock, essential, watch_threads
 from anvil_mux.cluster import frames
 from anvil_mux.cluster.channel import (
     PING_SECONDS,
@@ -57,8 +59,9 @@ HELLO_SECONDS = 30.0
 """Until a new agent answers: its process has to start."""
 PROBE_SECONDS = 10.0
 """How long the probe may take when all else is known."""
-DONE, NOT_JOINED, SILENT = 0, 1, 3
-"""How the process exits: its input ended; it was not let in; no host answers any more."""
+DONE, NOT_JOINED, SILENT, MISTAKE = 0, 1, 3, 4
+"""How the process exits: its input ended; it was not let in; no host answers any more; a thread that it needs
+has ended by an error."""
 OPEN, REFUSED = 10, 11
 """How the probe ends: the cluster answered although it showed no token; it wants one. All else is a crash."""
 
@@ -88,8 +91,10 @@ def main(argv: list[str] | None = None) -> int:
     unanswered.cancel()
     calls.write(0, True, dump({"ray": version}))
     watch = SilenceWatch()
-    threading.Thread(target=calls.expire, args=(watch.failed,), name="deadlines", daemon=True).start()
-    threading.Thread(target=end_when_silent, args=(watch, calls), name="silence", daemon=True).start()
+    watch_threads(lambda name: os._exit(MISTAKE))
+    clock = Clock()
+    clock.spawn(essential("deadlines", partial(calls.expire, watch.failed)), "deadlines")
+    clock.spawn(essential("silence", partial(end_when_silent, watch, calls)), "silence")
     carrier = Carrier(cluster, calls, watch)
     while (call := read_frame(sys.stdin.buffer, CallFrame)) is not None:
         carrier.begin(call)

@@ -521,8 +521,10 @@ class Plain:
                 self._move()
                 if not self._secure.getsockopt(SOL_SOCKET, SO_LINGER):
                     self._secure.unwrap()
-            except OSError:  # also what ssl raises
+            except BaseException as error:
                 self.socket.is_cut = True  # before its other end is closed
+                if not isinstance(error, OSError):  # as what ssl raises is
+                    raise
 
     def _move(self) -> None:
         """Move bytes until the plain end is closed; OSError when the peer is gone."""

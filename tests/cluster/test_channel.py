@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from anvil_mux.clock import mistakes
 from anvil_mux.cluster import channel
 from anvil_mux.cluster.channel import AgentSilent, ChildControl
 from anvil_mux.cluster.frames import Node
@@ -113,3 +114,33 @@ def test_a_child_that_is_of_no_use_says_why_and_is_tried_again_later(control):
         with pytest.raises(AgentSilent, match="the token is wrong"):
             reached.open()
     assert reached.problem == "the token is wrong"
+
+
+def _raise_a_mistake(*_):
+    raise RuntimeError("a mistake")
+
+
+def _ask_on(control):
+    """Call again and again: the reader may wait for an answer already, and has it yet."""
+    while True:
+        control.call("a", "ask", "1", 60.0)
+
+
+@pytest.mark.parametrize("thread", [channel.READER, channel.WRITER])
+@pytest.mark.parametrize("body", [ECHO, ECHO + "threading.Event().wait()"])
+def test_error_in_a_thread_of_the_channel_ends_its_calls(control, monkeypatch, thread, body):
+    moment = [0.0]
+    monkeypatch.setattr(channel, "END_SECONDS", 0.1)
+    reached = control(body, now=lambda: moment[0])
+    reached.open()
+    first = reached.pid
+    fails = "write_frame" if thread == channel.WRITER else "read_frame"
+    with monkeypatch.context() as patched:
+        patched.setattr(channel, fails, _raise_a_mistake)
+        with pytest.raises(AgentSilent, match="has ended"):
+            _ask_on(reached)
+    assert "a mistake" in mistakes()[thread]
+    moment[0] = 10.0
+    assert reached.call("a", "ask", "2", 10.0) == "a ask 2"
+    assert reached.pid not in (0, first)
+    assert thread not in mistakes()
