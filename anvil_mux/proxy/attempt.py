@@ -367,7 +367,8 @@ class Attempt:
     def _say_stream(self, translation: Translation) -> None:
         exchange, reply, answer = self.exchange, self.reply, translation.answer
         if not exchange.is_events:
-            raise BackendError(f"The engine of {self.question.target.model} did not answer with a stream.")
+            self._say_whole_as_stream(translation)
+            return
         if reply.form == "answer":
             reply.begin()
         for piece in exchange.pieces():
@@ -378,6 +379,26 @@ class Attempt:
                 self._note_reported()
                 self._release()
             reply.event(translated)
+        reply.end()
+
+    def _say_whole_as_stream(self, translation: Translation) -> None:
+        """Translate a whole answer of an engine that does not stream into the stream that was asked for."""
+        exchange, reply, answer = self.exchange, self.reply, translation.answer
+        content = exchange.content(self.question.context.access.config.max_body)
+        beat = "chat" if translation.path.endswith("/chat/completions") else "completion"
+        events = api.as_events(beat, content)
+        if events is None:
+            if error := api.error_said(content):
+                raise BackendError(f"The engine reports an error: {error['message']}")
+            raise BackendError(f"The engine of {self.question.target.model} did not answer with a stream.")
+        now = time.time()
+        translated = answer.feed(events, now) + answer.finish(now)
+        self._note_reported()
+        self._release()
+        if reply.form == "answer":
+            reply.begin()
+        reply.answered = True
+        reply.event(translated)
         reply.end()
 
     # Two stages

@@ -13,7 +13,7 @@ from anvil_mux.errors import BackendError, BadRequest, LoadError
 from anvil_mux.protocol import ollama
 from anvil_mux.proxy.dispatch import Patience
 from anvil_mux.scheduler.events import Cause
-from tests.fake_engine import SSE_HEAD, Asked, RawClient, Rig
+from tests.fake_engine import SSE_HEAD, Asked, RawClient, Rig, answer_of
 from tests.fake_engine import chunk as framed
 from tests.protocol.test_completions import called, chunk
 
@@ -577,3 +577,37 @@ def test_an_unknown_model_is_told_in_ollamas_shape(rig):
     answer = ask(rig, "/api/chat", model="nobody:latest", messages=[USER]).read()
     assert answer.status == 404
     assert "Known models: a, alias, org/b" in json.loads(answer.body)["error"]
+
+
+def test_whole_answer_of_an_engine_that_does_not_stream_is_the_stream(rig):
+    client = ask(rig, "/api/chat", model="a", messages=[USER])
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    message = {"role": "assistant", "content": "whole", "tool_calls": [call]}
+    usage = {"prompt_tokens": 7, "completion_tokens": 3}
+    whole = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage}
+    rig.engine.next().send(answer_of(json.dumps(whole).encode()))
+    answer = client.read()
+    lines = [json.loads(line) for line in answer.body.splitlines()]
+    assert answer.status == 200
+    assert "".join(line["message"].get("content", "") for line in lines) == "whole"
+    [[sent]] = [line["message"]["tool_calls"] for line in lines if "tool_calls" in line["message"]]
+    assert (sent["function"]["name"], sent["function"]["arguments"]) == ("f", {"x": 1})
+    assert (lines[-1]["done"], lines[-1]["prompt_eval_count"], lines[-1]["eval_count"]) == (True, 7, 3)
+    record = rig.events.record()
+    assert (record.status, record.code, record.prompt_tokens, record.tokens) == (200, "", 7, 3)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"error":{"message":"no such"}}', "The engine reports an error: no such"),
+        (b"hello", "did not answer with a stream"),
+        (b'{"choices":[{"message":{"content":"cut"}}]}', "broke off"),
+    ],
+)
+def test_what_cannot_be_a_stream_is_an_error(rig, body, reason):
+    client = ask(rig, "/api/chat", model="a", messages=[USER])
+    rig.engine.next().send(answer_of(body))
+    answer = client.read()
+    assert answer.status == 502
+    assert reason in json.loads(answer.body)["error"]
