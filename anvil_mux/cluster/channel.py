@@ -49,7 +49,6 @@ PAUSES = (1.0, 2.0, 5.0)
 """Seconds from the end of a child to the next start; more after one, two, ... that were of no use."""
 END_SECONDS = 2.0
 """How long a child may take to end once nobody writes to it."""
-WRITER, READER = "cluster-write", "cluster-read"
 MARGIN_SECONDS = 1.0
 """How much longer than its own limit a call is waited for."""
 
@@ -118,8 +117,8 @@ class Channel:
         self.first = self._waiting[0]
         """The first frame: whether it is of use, and what it says of itself."""
         send, take = (self.child.stdin,), (self.child.stdout,)
-        threading.Thread(target=self._write, args=send, name=WRITER, daemon=True).start()
-        self._reader = threading.Thread(target=self._read, args=take, name=READER, daemon=True)
+        threading.Thread(target=self._write, args=send, name="cluster-write", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, args=take, name="cluster-read", daemon=True)
         self._reader.start()
 
     def call(self, host: str, method: str, text: str, timeout: float) -> str:
@@ -162,7 +161,7 @@ class Channel:
         """Send calls until the channel is closed; end the child if one cannot be sent."""
         with suppress(OSError), pipe:
             while (frame := self._to_send.get()) is not None:
-                if not safely(WRITER, partial(self._send, pipe, frame), False):
+                if not safely("cluster-write", partial(self._send, pipe, frame), False):
                     self.child.kill()
                     return
 
@@ -177,7 +176,7 @@ class Channel:
     def _read(self, pipe: BinaryIO) -> None:
         """Take answers until there are no more, then end the child and every call that waits."""
         with suppress(OSError), pipe:
-            while safely(READER, partial(self._take, pipe), False):
+            while safely("cluster-read", partial(self._take, pipe), False):
                 pass
         self._to_send.put(None)
         with self._lock:

@@ -126,7 +126,7 @@ def _ask_on(control):
         control.call("a", "ask", "1", 60.0)
 
 
-@pytest.mark.parametrize("thread", [channel.READER, channel.WRITER])
+@pytest.mark.parametrize("thread", ["cluster-read", "cluster-write"])
 @pytest.mark.parametrize("body", [ECHO, ECHO + "threading.Event().wait()"])
 def test_error_in_a_thread_of_the_channel_ends_its_calls(control, monkeypatch, thread, body):
     moment = [0.0]
@@ -134,7 +134,7 @@ def test_error_in_a_thread_of_the_channel_ends_its_calls(control, monkeypatch, t
     reached = control(body, now=lambda: moment[0])
     reached.open()
     first = reached.pid
-    fails = "write_frame" if thread == channel.WRITER else "read_frame"
+    fails = "write_frame" if thread == "cluster-write" else "read_frame"
     with monkeypatch.context() as patched:
         patched.setattr(channel, fails, _raise_a_mistake)
         with pytest.raises(AgentSilent, match="has ended"):
