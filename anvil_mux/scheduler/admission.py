@@ -355,23 +355,20 @@ def nearest(states: Sequence[G], model: Model, now: float) -> G:
 
 def place_wait(state: GroupState, model: Model, now: float) -> PlaceWait:
     """How a queue of ``model`` would wait here."""
-    slots = [slot for slot in state.own(model) if slot.host.is_awaited(now) and not slot.host.is_away]
-    evicting = [
-        each
-        for each in state.slots.values()
-        if each.state == "evicting" and not any(each in swap.victims for swap in state.swaps)
-    ]
+    slots = _able(state, model, now)
+    if state.unseen or not slots or all_obstacles(state, slots, now) is not None:
+        return NOWHERE
     busy = state.busy_gpus()
     busy |= _reserved_before(state, model, busy, now)
-    if evicting:
-        slots = [slot for slot in slots if not _is_blocked(state, slot, evicting, busy, now)]
-    if state.unseen or not slots or all(slot.leaving for slot in slots):
-        return NOWHERE
-    if all_obstacles(state, slots, now) is not None:
-        return NOWHERE
     soonest = min([_slot_wait(state, slot, busy, now) for slot in slots])
     wakes = (state.host.wake_timeout or 0.0) if state.host.is_lost else 0.0
     return soonest._replace(before=soonest.before + wakes)
+
+
+def _able(state: GroupState, model: Model, now: float) -> list[Slot]:
+    """Return the backends of a model here that a queue may wait for."""
+    slots = state.own(model)
+    return [slot for slot in slots if slot.host.is_awaited(now) and not (slot.host.is_away or slot.leaving)]
 
 
 def _reserved_before(state: GroupState, model: Model, busy: set[str], now: float) -> set[str]:
@@ -386,7 +383,7 @@ def _reserved_before(state: GroupState, model: Model, busy: set[str], now: float
         if planned := plan(state, other, taken, now):
             taken |= planned.gpus
         else:
-            taken.update(gpu for slot in reserved(state, other, now) for gpu in slot.holds)
+            taken.update(gpu for slot in reserved(state, other, taken, now) for gpu in slot.holds)
     return taken - busy
 
 
@@ -397,7 +394,8 @@ def _slot_wait(state: GroupState, slot: Slot, busy: set[str], now: float) -> Pla
     leaving = victims(state, slot, busy, frozenset(), now) if able else None
     if leaving is None:
         rank = PlaceRank(True, _swap_seconds_later(state, slot), 0, *order(slot))
-        return PlaceWait(_seconds_before(state, slot, now), rank)
+        before = math.inf if _is_blocked(state, slot) else _seconds_before(state, slot, now)
+        return PlaceWait(before, rank)
     is_overdue = model.queue.tickets and model.queue.overdue_at <= now
     before = 0.0 if is_overdue else max([0.0, *(each.stays_until - now for each in leaving)])
     return PlaceWait(before, place_rank(state, slot, leaving))
@@ -418,16 +416,18 @@ def _seconds_before(state: GroupState, slot: Slot, now: float) -> float:
     return max(longest, 0.0) if longest > 0.0 or makes_way else math.inf
 
 
-def _is_blocked(state: GroupState, slot: Slot, evicting: Sequence[Slot], busy: set[str], now: float) -> bool:
-    """Whether a backend cannot be loaded before one on its GPUs has gone that is ``evicting`` for nobody.
+def _is_blocked(state: GroupState, slot: Slot) -> bool:
+    """Return whether a backend on the GPUs of ``slot``, or itself, is being evicted for nobody.
 
     What has been stuck, or was unloaded by hand, is evicted for nobody: nothing can be planned with it before
     that has ended, as well as it may.
     """
-    if slot in evicting:
-        return True
-    shares = any(each.holds.keys() & slot.holds.keys() for each in evicting)
-    return shares and victims(state, slot, busy, frozenset(), now) is None
+    return any(
+        each.state == "evicting"
+        and not each.holds.keys().isdisjoint(slot.holds)
+        and not any(each in swap.victims for swap in state.swaps)
+        for each in state.slots.values()
+    )
 
 
 def _swap_seconds_later(state: GroupState, slot: Slot) -> float:
@@ -438,21 +438,21 @@ def _swap_seconds_later(state: GroupState, slot: Slot) -> float:
     return usual_drain(state, others, leases=1) + swapped.seconds
 
 
-def reserved(state: GroupState, model: Model, now: float) -> list[Slot]:
-    """The backends whose GPUs are kept for an overdue queue that must wait on.
+def reserved(state: GroupState, model: Model, busy: set[str], now: float) -> list[Slot]:
+    """Return the backend whose GPUs are kept for an overdue queue that must wait on, if any are.
 
-    None of them waits for a drain without a bound: its other GPUs would be idle for as long as that takes. Of
-    a model in several GPU groups it is the one whose GPUs will be free first.
+    It is the one that can be loaded first, in the order in which queues choose GPU groups
+    (``PlaceWait``): what is kept does not depend on which GPUs others tie together. None is kept that cools
+    down, or waits for a drain without a bound: its other GPUs would be idle for as long as that takes.
     """
-    slots = state.loadable(model, now)
-    if state.patient:
-        endless = {
-            gpu for swap in state.swaps for each in swap.victims if each.is_endless for gpu in each.holds
-        }
-        slots = [slot for slot in slots if endless.isdisjoint(slot.holds)]
-    if len(slots) < 2 or not model.is_spread:
-        return slots
-    return [min(slots, key=lambda slot: _swap_seconds_later(state, slot))]
+    able = _able(state, model, now)
+    slots = [slot for slot in able if slot.state != "stopped" or state.reached(slot.retry_at, now)]
+    if not slots:
+        return []
+    first = min(slots, key=lambda slot: _slot_wait(state, slot, busy, now))
+    drained = [each for swap in state.swaps for each in swap.victims]
+    is_endless = any(each.is_endless and each.holds.keys() & first.holds.keys() for each in drained)
+    return [] if is_endless else [first]
 
 
 # When it is overdue

@@ -228,7 +228,8 @@ class GpuGroup(GroupFacts):
                 self.take_over(found, now)
                 return True
             if model in late:
-                kept.update([gpu for slot in reserved(self, model, now) for gpu in slot.holds])
+                for slot in reserved(self, model, self.busy_gpus(), now):
+                    kept.update(slot.holds)
         return False
 
     def _serve_overdue(self, models: list[Model], busy: set[str], now: float) -> bool:
@@ -242,7 +243,7 @@ class GpuGroup(GroupFacts):
             if error := lack_of_memory(self, model, busy, now):
                 self.fail_queue(model, error, now)
                 return True
-            for slot in reserved(self, model, now):
+            for slot in reserved(self, model, busy, now):
                 busy.update(slot.holds)
         return False
 

@@ -33,7 +33,7 @@ from anvil_mux.scheduler.memory import HostMemory, Placement, build_eviction
 from anvil_mux.scheduler.model import Model, model_settings, settings_of
 from anvil_mux.scheduler.policies import build_policy
 from anvil_mux.scheduler.slot import HostRecord, Pause, Slot
-from anvil_mux.scheduler.state import Common, SharedSettings, worth
+from anvil_mux.scheduler.state import Common, SharedSettings, order, worth
 
 BY_NAME = attrgetter("name")
 
@@ -257,7 +257,8 @@ class Layout(Common):
         self.of_model = {name: self._home(model) for name, model in self.models.items()}
         self.spread = [name for name, own in self.groups_of.items() if len(own) > 1]
         for name, model in self.models.items():
-            model.take(slots[name])
+            # In an order that does not depend on which GPUs others tie together.
+            model.take(sorted(slots[name], key=order))
             model.queue_group = self.of_model[name].name if len(self.groups_of[name]) > 1 else ""
         self._set_models(self.models.values())
         for group in self.groups:

@@ -269,7 +269,7 @@ class Model:
     full: bool = False
     """Whether routing uses the figures of engines, besides our own counts."""
     slots: list[Slot] = field(default_factory=list)
-    """All backends of the model, and those that are about to become its own, in the order of all."""
+    """All backends of the model, and those that are about to become its own, ordered by their GPUs."""
     queue: ModelQueue = field(default_factory=ModelQueue)
     replicas: Replicas | None = None
     """The choice among its backends; None: it has one only."""
@@ -320,7 +320,7 @@ class Model:
             self.replicas.in_flight.routing = routing
 
     def take(self, slots: Sequence[Slot]) -> None:
-        """Have just these backends, in the order of all."""
+        """Have just these backends, in this order."""
         before, after = dict.fromkeys(self.slots), dict.fromkeys(slots)
         left = [slot for slot in before if slot not in after]
         come = [slot for slot in after if slot not in before]

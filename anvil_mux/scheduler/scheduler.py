@@ -210,7 +210,17 @@ class Scheduler:
         if group is None or group.slots[backend].host.is_cut_off:
             return NOTHING
         fact(group, group.slots[backend], now, *about, **more)
-        return self._settle([group], now)
+        more_replicas = self._could_spill(now) if fact is GpuGroup.loaded else ()
+        return self._settle(dict.fromkeys((group, *more_replicas)), now)
+
+    def _could_spill(self, now: float) -> list[GpuGroup]:
+        """Return the groups in which another replica of a busy model may be worth a load.
+
+        They are asked after each load: what it took is learned, and may decide there.
+        """
+        layout = self.layout
+        busy = [model for model in layout.models.values() if model.replicas and model.ready]
+        return [group for model in busy for group in could_spill(layout.groups_of[model.name], model, now)]
 
     # Facts from engines and hosts
 

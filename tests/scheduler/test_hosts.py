@@ -601,7 +601,7 @@ def test_an_overdue_queue_reserves_one_candidate_not_all():
     fleet = Fleet(*M, on("h", "m2", "1", model="m"), pair)
     state, model = fleet.core.layout.of_backend["m1"], fleet.core.layout.models["m"]
     assert [slot.name for slot in state.loadable(model, 0.0)] == ["m1", "m2"]
-    assert [slot.name for slot in reserved(state, model, 0.0)] == ["m1"]
+    assert [slot.name for slot in reserved(state, model, set(), 0.0)] == ["m1"]
 
 
 def test_a_backend_that_could_not_be_stopped_in_standby_takes_requests_once_it_is_loaded():

@@ -10,6 +10,7 @@ from anvil_mux.lab.engines import Engines
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.policies import POLICIES, Snapshot, Stay, SwapTo
 from tests.scheduler.driver import Driver, backend
+from tests.scheduler.fleet import Fleet, on
 
 X, A, Y, B = (Backend(name, name, (gpu,)) for name, gpu in zip("xayb", "0011", strict=True))
 NEVER_ASKED_FOR = Backend("wide", "wide", ("0", "1"))
@@ -125,3 +126,43 @@ def test_the_end_of_a_lease_elsewhere_is_no_reason_to_ask_again():
     assert driver.steps(1.0) == []
     assert not driver.core.release(there, 2.0)
     assert driver.core.release(here, 3.0)
+
+
+TIES = pytest.mark.parametrize("tie", [(), (TIE,)], ids=["apart", "in one group"])
+
+
+@TIES
+def test_first_of_equal_replicas_does_not_depend_on_the_groups(tie):
+    """Each backend of ``m`` is in a group of its own, or all are in one."""
+    replicas = [backend(name, gpu, model="m") for name, gpu in (("m0", "2"), ("m1", "1"), ("m2", "0"))]
+    fleet = Fleet(*replicas, *tie)
+    for each in replicas:
+        fleet.take(fleet.core.adopted(each.name, 0.0))
+    assert [fleet.request("m", 1.0).backend for _ in range(3)] == ["m2", "m1", "m0"]
+
+
+@TIES
+def test_gpus_kept_for_an_overdue_queue_do_not_depend_on_the_groups(tie):
+    """``m`` waits for m1, whose GPU 0 is being left; GPU 1 of m0 is free for ``a``."""
+    m0, m1 = backend("m0", "1", "2", model="m"), backend("m1", "0", model="m")
+    fleet = Fleet(m0, m1, backend("x", "2"), backend("a", "1"), *tie, max_wait=10.0)
+    fleet.take(fleet.core.adopted("m1", 0.0))
+    fleet.take(fleet.core.adopted("x", 0.0))
+    fleet.take(fleet.core.unload_asked("m", 1.0))
+    fleet.take(fleet.core.unload_asked("x", 1.0))
+    fleet.request("m", 2.0)
+    assert fleet.take(fleet.core.time_passed(12.0)) == []
+    fleet.request("a", 13.0)
+    assert fleet.kinds(13.0) == ["queued a", "loading a"]
+
+
+@pytest.mark.parametrize("tie", [(), (on("h1", "t", "0", "1"),)], ids=["apart", "in one group"])
+def test_costs_learned_elsewhere_are_considered_at_once(tie):
+    """Loads take a moment, as that of ``c`` shows: another replica of ``m`` is worth one."""
+    m1, m2 = on("h1", "m1", model="m"), on("h2", "m2", model="m")
+    fleet = Fleet(m1, m2, on("h1", "c", "1"), *tie, policy="debounce")
+    fleet.take(fleet.core.adopted("m1", 0.0))
+    for _ in range(2):
+        fleet.request("m", 1.0)
+    fleet.request("c", 1.0)
+    assert fleet.loaded("c", 1.0) == ["load m2"]
