@@ -12,10 +12,11 @@ import re
 from anvil_mux.protocol import foreign
 from anvil_mux.protocol.tokens import TailReader, TokenCounts, Tokens
 
-MAX_LINE = 16 << 20
-"""Bytes of one line that are kept."""
 MAX_READ = 1 << 20
 """Bytes of an event that is read; longer ones hold images and sounds."""
+_NAMES = (b"data:", b"event:")
+"""The beginnings of lines that are read."""
+_LONGEST_NAME = 6
 DONE = b"[DONE]"
 LAST_TYPES = frozenset(("message_stop", "response.completed", "response.failed", "response.incomplete"))
 """The types of events that end a stream, in the APIs that name them."""
@@ -93,7 +94,10 @@ class SseObserver:
         return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
     def _keep(self, rest: bytes) -> None:
-        if len(self._rest) < MAX_LINE:
+        """Keep the beginning of a line that has not ended, as far as it may be read."""
+        if len(self._rest) < _LONGEST_NAME or (
+            self._rest.startswith(_NAMES) and len(self._rest) <= MAX_READ + _LONGEST_NAME
+        ):
             self._rest += rest
 
     def _read(self, line: bytes) -> None:

@@ -1,10 +1,11 @@
 """The observer of streams: what is read of their events, wherever their pieces end."""
 
 import json
+import tracemalloc
 
 import pytest
 
-from anvil_mux.protocol.sse import PlainObserver, SseObserver
+from anvil_mux.protocol.sse import MAX_READ, PlainObserver, SseObserver
 
 
 def data(event):
@@ -88,3 +89,24 @@ def test_only_a_whole_json_text_is_whole(text):
             whole = text.startswith('{"a": {}}') and cut in (len('{"a": {}}'), len('{"a": {}}') + 1)
             assert observer.is_json_cut is not (cut == len(body) or whole), body[:cut]
     assert PlainObserver(until_close=True).is_json_cut
+
+
+@pytest.mark.parametrize(("beginning", "most"), [(b"data: ", 3 * MAX_READ), (b"", 1 << 16)])
+def test_long_line_of_a_stream_is_not_kept(beginning, most):
+    observer = SseObserver()
+    piece = b"x" * (1 << 14)
+    tracemalloc.start()
+    try:
+        observer.feed(beginning)
+        for _ in range(1 << 10):
+            observer.feed(piece)
+        assert tracemalloc.get_traced_memory()[1] < most
+    finally:
+        tracemalloc.stop()
+    observer.feed(b"\n\n" + USAGE + DONE)
+    assert (observer.tokens[:2], observer.has_last_event) == ((37, 12), True)
+
+
+def test_long_last_event_ends_its_stream():
+    pieces = [b"event: response.completed\ndata: {", *[b"x" * (1 << 14)] * (1 << 8), b"}\n\n"]
+    assert observed(pieces)[1] == (True, False, False)
