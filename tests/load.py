@@ -33,6 +33,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from anvil_mux.lab.checker import check
 from anvil_mux.scheduler.events import ADOPTED
 from anvil_mux.telemetry import eventlog
+from anvil_mux.telemetry.metrics import BROKEN
 from tests.accounting import (
     FOREVER,
     KINDS,
@@ -102,6 +103,12 @@ class Engines:
     def go_away(self, draw: random.Random, tell: Callable[[str], None]) -> None:
         """Lets what the engines stand on go away for a moment; says what was done."""
         raise NotImplementedError
+
+
+def _counted_as(fate: Fate) -> str:
+    """Return the code under which /metrics counts a request that was answered."""
+    was_cut = fate.got.status == 200 and fate.verdict.kind in ("event", "cut")
+    return BROKEN if was_cut else str(fate.got.status)
 
 
 @dataclass
@@ -591,13 +598,13 @@ class Load:
         return str(lines[0]["code"]) if lines else ""
 
     def _tally(self, fates: Iterable[Fate]) -> Counter[tuple[str, str, str]]:
-        """As anvil_requests_total has them: model, route, status.
+        """As anvil_requests_total has them: model, route, code.
 
         Those of a model that there is not have its name or none: it may have gone while they were queued. Of
         those whose clients left nobody knows the status.
         """
         kept = [fate for fate in fates if fate.verdict.kind != "left"]
-        had = [(fate.ask.model, KINDS[fate.ask.kind].path, str(fate.got.status)) for fate in kept]
+        had = [(fate.ask.model, KINDS[fate.ask.kind].path, _counted_as(fate)) for fate in kept]
         return Counter((NO_MODEL if code == "404" else model, path, code) for model, path, code in had)
 
     def _counted(self) -> Counter[tuple[str, str, str]]:
@@ -646,7 +653,7 @@ class Load:
             counted = self._counted()
             more: Counter[tuple[str, str]] = Counter()
             for (model, path, code), count in (counted - had).items():
-                more[model, path if code in ("200", "499") else f"{path} {code}"] += count
+                more[model, path if code in ("200", "499", BROKEN) else f"{path} {code}"] += count
             return f"{had - counted}, {more - left}, {left - more}" if had - counted or more != left else ""
 
         with suppress(AssertionError):
