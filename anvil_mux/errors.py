@@ -10,7 +10,7 @@ thing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
 from types import MappingProxyType
@@ -21,6 +21,9 @@ MAX_RETRY_AFTER = 60.0
 
 MOST_COMPARED = 200
 """The most names, and characters of one, among which the nearest is looked for: that takes up to 30 ms."""
+
+FOR_OPERATORS = "For operators: "
+"""The begin of a line of ours among the log lines of an error."""
 
 SHORTAGES = frozenset([EMFILE, ENFILE, ENOBUFS, ENOMEM])
 """The numbers of system errors that say what this program or machine lacks, and nothing of whom it asked."""
@@ -53,7 +56,10 @@ class MuxError(Exception):
     said: Mapping[str, object] = MappingProxyType({})
     """Fields that clients are told as an engine said them, in place of ``kind``, ``code`` and ``param``."""
     log: tuple[str, ...] = ()
-    """The last lines that the engine printed; only who may read logs gets them, since engines log prompts."""
+    """The last lines that the engine printed; only who may read logs gets them, since engines log prompts.
+
+    A line that begins with ``FOR_OPERATORS`` is ours: it names what other clients are not to learn of.
+    """
     summary = ""
     """The text for other clients than the one whose request failed, where ``message`` quotes an answer."""
 
@@ -227,10 +233,16 @@ def printable(text: str) -> str:
     return _CONTROLS.sub("\ufffd", _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", " "))
 
 
+def log_title(lines: Sequence[str]) -> list[str]:
+    """Return the title of the last lines of an engine; none where all of them are ours, or there are none."""
+    is_ours = all(line.startswith(FOR_OPERATORS) for line in lines)
+    return [] if is_ours else ["Last lines of the engine's log:"]
+
+
 def with_log(message: str, log: Iterable[str]) -> str:
     """Return ``message``, and below it what an engine printed last, if there is anything."""
     lines = tuple(log)
-    return f"{message}\nLast lines of the engine's log:\n" + "\n".join(lines) if lines else message
+    return "\n".join([message, *log_title(lines), *lines])
 
 
 class LoadError(MuxError):

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, TypeVar
 from anvil_mux.clock import Worker
 from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import Key
-from anvil_mux.errors import Overloaded, TooManyRequests
+from anvil_mux.errors import Overloaded, TooManyRequests, log_title
 from anvil_mux.scheduler.events import Event, Severance, sentence, to_json
 from anvil_mux.telemetry.accesslog import Output, Served, human_line, json_line, stamp
 from anvil_mux.telemetry.metrics import Metrics
@@ -366,9 +366,8 @@ def event_as_json(event: Event, at: float) -> dict[str, Any]:
 def _human_event(event: Event, moment: float, tail: Sequence[str]) -> str:
     service = f" ({event.backend})" if event.backend not in ("", event.model) else ""
     lines = [f"{stamp(moment)} {event.model or 'anvil-mux'}{service}: {story(event)}\n"]
-    if tail:
-        lines.append("  Last lines of the engine's log:\n")
-        lines += [f"  | {line}\n" for line in tail]
+    lines += [f"  {title}\n" for title in log_title(tail)]
+    lines += [f"  | {line}\n" for line in tail]
     return "".join(lines)
 
 

@@ -62,6 +62,17 @@ def test_crash_error_with_keys_has_the_log_for_admins_only(shared, key, reads):
 
 
 @pytest.mark.parametrize(("key", "reads"), [(ADMIN, True), (BOB, False)])
+def test_load_error_names_other_projects_to_admins_only(shared, key, reads):
+    line = "For operators: c of the project secret is on GPU 0. To end it: kill -- -1"
+    shared.mechanism.failure = LoadError("its GPU is held by an engine of another anvil-mux", log=[line])
+    message = shared.ask(CHAT, extra=shows(key)).error["message"]
+    assert "its GPU is held by an engine of another anvil-mux" in message
+    assert message.endswith(f"\n{line}") is reads
+    assert ("secret" in message) is reads
+    assert "log" not in message, "it is no line of an engine"
+
+
+@pytest.mark.parametrize(("key", "reads"), [(ADMIN, True), (BOB, False)])
 def test_load_error_with_keys_has_the_log_for_admins_only(shared, key, reads):
     shared.mechanism.failure = LoadError("exited with code 1", log=(PROMPT,))
     for answer in (shared.ask(CHAT, extra=shows(key)), shared.ask(CHAT, extra=shows(key))):
