@@ -42,6 +42,8 @@ ENGINE = f"{OURS}MUX_ENGINE"
 """The variable of an engine with a copy of its record."""
 KILL_TIMEOUT = 10.0
 """Seconds that the kernel may take over SIGKILL."""
+EXEC_SECONDS, EXEC_PAUSE = 0.2, 0.001
+"""Seconds that the kernel may take to write the environment of a process, and between two looks at it."""
 RECORD_BYTES = 4096
 """The room that a record has, whatever is in it."""
 
@@ -389,11 +391,27 @@ def _processes() -> list[int]:
 
 def _variables(pid: int) -> bytes | None:
     """The environment that a process was started with; None: it cannot be read."""
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError as error:
-        _check_shortage(error)
-        return None
+    begins, until = True, time.monotonic() + EXEC_SECONDS
+    while True:
+        try:
+            words = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError as error:
+            _check_shortage(error)
+            return None
+        if words or not begins or time.monotonic() > until:
+            return words
+        if begins := _begins(pid):  # else it may have just begun, and is asked once more
+            time.sleep(EXEC_PAUSE)
+
+
+def _begins(pid: int) -> bool:
+    """Return whether a process begins to run a program just now, whose words the kernel still writes.
+
+    Whoever started it is told before that. A process of the kernel has no program.
+    """
+    with suppress(OSError):
+        return bool(os.readlink(f"/proc/{pid}/exe")) and not Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def _variable(pid: int, name: str) -> str:

@@ -337,9 +337,14 @@ DAMAGES = {
 }
 
 
-def await_environment(pid):
-    """Wait for the environment of a process; it has none for the moment in which it becomes its command."""
-    seen(lambda: Path(f"/proc/{pid}/environ").read_bytes(), bool)
+def test_process_is_known_by_its_mark_as_soon_as_it_was_started():
+    for number in range(100):
+        run = RunRecord(0, 0, "", "", mark=f"mark-{number}")
+        environ = {**os.environ, runs.MARK: run.mark}
+        with subprocess.Popen(["cat"], stdin=subprocess.PIPE, env=environ) as process:
+            known = run.members([process.pid])
+            process.stdin.close()
+        assert known == {process.pid}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -349,7 +354,6 @@ def test_an_engine_whose_record_is_lost_is_known_and_ended(house, damage, is_sam
     runtime = house.runtime(backend)
     url = runtime.start(backend)
     pid = house.pid()
-    await_environment(pid)
     DAMAGES[damage](house.file("a.json"))
     if not is_same_runtime:
         runtime.close()
@@ -381,7 +385,6 @@ def test_an_engine_of_the_same_description_is_taken_over_from_another_state_fold
     first = house.runtime(backend)
     url = first.start(backend)
     pid = house.pid()
-    await_environment(pid)
     first.close()
     state = "other" if changed == "home" else "state"
     project = "p" if changed == "home" else "q"
