@@ -2,30 +2,39 @@
 
 A claim is a socket of the kernel with a name that only one can have, and ends with the process that has it.
 One is to the containers of a project on its container engine: two would adopt and evict each other's engines,
-and the lock in the state folder protects them from programs of the same user alone. The others tell which
-GPUs are used. Only programs in the same network namespace see them.
+and the lock in the state folder protects them from programs of the same user alone. Others tell which
+GPUs are used. ``StartClaims`` are to the GPUs on which an engine is being started, until others find it
+there. Only programs in the same network namespace see them.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import pwd
 import socket
 import struct
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
 from anvil_mux.errors import BackendError, MuxError
 from anvil_mux.host.docker_api import ContainerEngine, find_endpoint
-from anvil_mux.host.seam import MACHINE, HostConfig
+from anvil_mux.host.seam import MACHINE, HostConfig, NotBegun
+
+log = logging.getLogger(__name__)
 
 SOCKETS = Path("/proc/net/unix")
 GPU_CLAIM = "anvil-mux-gpu"
 LONGEST = 107
 """Bytes that the name of a socket may have."""
+CLAIM_SECONDS = 0.5
+"""Seconds between two questions whether a start that waits for a claim was cancelled."""
 
 
 class GpuClaim(NamedTuple):
@@ -103,15 +112,84 @@ class Claims:
         self._sockets.clear()
 
     def _take(self, name: str) -> bool:
-        claim = socket.socket(socket.AF_UNIX)
-        try:
-            claim.bind(f"\0{name}")
-            claim.listen(1)
-        except OSError:
-            claim.close()
-            return False
-        self._sockets[name] = claim
-        return True
+        with suppress(OSError):
+            self._sockets[name] = _bound(name)
+            return True
+        return False
+
+
+class StartClaims:
+    """The claims of one anvil-mux to the GPUs on which it starts engines just now. Any thread.
+
+    Whoever starts an engine checks before who is on its GPUs. Others find the engine there only once it has
+    been started, so two that check at the same time would both start one.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._prefix = f"anvil-mux-start/{_digest(environ.get(MACHINE, ''))}"
+        self._lock = threading.Lock()
+        # Guarded by it:
+        self._sockets: dict[str, socket.socket] = {}
+        self._uses = Counter[str]()
+
+    @contextmanager
+    def held(self, gpus: Iterable[str], remaining: Callable[[], float]) -> Iterator[None]:
+        """Hold the claims to GPUs until the block ends; several starts of this program share them.
+
+        NotBegun if another anvil-mux has one for all of the ``remaining`` seconds.
+        """
+        with ExitStack() as held:
+            for gpu in sorted(set(gpus)):  # in one order, so no two programs wait for each other
+                self._take(gpu, remaining)
+                held.callback(self._release, gpu)
+            yield
+
+    def _take(self, gpu: str, remaining: Callable[[], float]) -> None:
+        name = f"{self._prefix}/{gpu}"[:LONGEST]
+        while not self._try(gpu, name):
+            left = remaining()
+            if left <= 0:
+                raise NotBegun(f"another anvil-mux is starting an engine on GPU {gpu}")
+            _await_end(name, min(left, CLAIM_SECONDS))
+
+    def _try(self, gpu: str, name: str) -> bool:
+        """Take a claim, or share that of another start; False if another program has it."""
+        with self._lock:
+            try:
+                if not self._uses[gpu]:
+                    self._sockets[gpu] = _bound(name)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return False
+                log.warning("GPU %s cannot be claimed while an engine is started on it: %s", gpu, error)
+            self._uses[gpu] += 1
+            return True
+
+    def _release(self, gpu: str) -> None:
+        with self._lock:
+            self._uses[gpu] -= 1
+            if not self._uses[gpu] and gpu in self._sockets:
+                self._sockets.pop(gpu).close()
+
+
+def _bound(name: str) -> socket.socket:
+    """Return the socket that is a claim; OSError (EADDRINUSE) if another program has it."""
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0{name}")
+        claim.listen(1)
+    except OSError:
+        claim.close()
+        raise
+    return claim
+
+
+def _await_end(name: str, seconds: float) -> None:
+    """Wait until whoever has a claim gives it up: the kernel then ends the connections to its socket."""
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as caller:
+        caller.settimeout(seconds)
+        caller.connect(f"\0{name}")
+        caller.recv(1)
 
 
 def shared_gpus(environ: Mapping[str, str], claims: Iterable[GpuClaim] = ()) -> list[str]:

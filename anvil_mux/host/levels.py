@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,12 @@ CANCEL_SECONDS = 30.0
 
 ReportPhase = Callable[[Backend, str, float], object]
 """Called with backend, phase (load, ready, restore, probe; save, evict, verify, freeze) and seconds."""
+Guard = Callable[[Backend, Callable[[], float]], AbstractContextManager[None]]
+"""Keeps other programs from starting engines on the GPUs of a backend while the backend is started.
+
+Called with the backend and a function that returns the seconds for which it may wait, or raises Cancelled.
+It raises NotBegun if another engine is on the GPUs.
+"""
 
 
 class Swapper:
@@ -63,6 +69,7 @@ class Swapper:
     ``note`` is told a backend's name and the standby level that it is about to take, ``WAKES`` before it is
     woken, and "" before it is loaded from nothing and once it is awake.
     ``prompts`` keeps those of engines that are stopped. ``lacks`` lists the rights that a checkpoint misses.
+    ``guard`` surrounds each start of a service.
     """
 
     def __init__(
@@ -78,6 +85,7 @@ class Swapper:
         note: Callable[[str, str], object] = lambda backend, level: None,
         prompts: PromptCache | None = None,
         lacks: Callable[[Backend], list[str]] = lambda backend: [],
+        guard: Guard = lambda backend, remaining: nullcontext(),
     ) -> None:
         self.runtime = runtime
         self.now = now
@@ -86,6 +94,7 @@ class Swapper:
         self._report = report
         self._note = note
         self._lacks = lacks
+        self._guard = guard
         self._levels = {name: make(self) for name, make in (levels or LEVELS).items()}
         self._prompts = prompts or PromptCache()
         self.memory = FreedCheck(probe, now, sleep, lambda pid: runtime.owner(pid))
@@ -135,7 +144,7 @@ class Swapper:
         except Cancelled:
             raise
         except NotBegun as error:
-            raise LoadError(error.message) from error
+            raise LoadError(error.message, log=error.log) from error
         except Exception as error:
             lines = self.log_tail(backend, CAUSE_LINES)
             why = _reason(error)
@@ -349,9 +358,13 @@ class Swapper:
             if self._report:
                 self._report(backend, name, self.now() - begun)
 
-    def start(self, backend: Backend) -> str:
-        """Start the service, or find it running; return its URL."""
-        url = self._urls[backend.name] = self.runtime.start(backend)
+    def start(self, backend: Backend, remaining: Callable[[], float]) -> str:
+        """Start the service, or find it running; return its URL.
+
+        ``remaining``: the seconds for which it may wait for other programs.
+        """
+        with self._guard(backend, remaining):
+            url = self._urls[backend.name] = self.runtime.start(backend)
         return url
 
     def url(self, backend: Backend) -> str:
@@ -418,11 +431,12 @@ class Stop(Level):
     def _load(self, backend: Backend, begun: float) -> str:
         swapper, deadline = self._swapper, begun + backend.load_timeout
         check_cancelled = partial(swapper.check_cancelled, backend)
+        remaining = partial(self._remaining, backend, deadline)
         if backend.service.needs:
             with swapper.phase(backend, "depends_on"):
-                swapper.runtime.prepare(backend, partial(self._remaining, backend, deadline))
+                swapper.runtime.prepare(backend, remaining)
         with swapper.phase(backend, "load"):
-            url = swapper.start(backend)
+            url = swapper.start(backend, remaining)
         with swapper.phase(backend, "ready"):
             engines.await_ready(
                 backend,

@@ -31,7 +31,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -40,9 +40,9 @@ from anvil_mux.config.change import replaced
 from anvil_mux.config.config import Backend
 from anvil_mux.config.kinds import gib
 from anvil_mux.config.service import Mounts
-from anvil_mux.errors import BackendError, ConfigError, LoadError, MuxError
+from anvil_mux.errors import FOR_OPERATORS, BackendError, ConfigError, LoadError, MuxError
 from anvil_mux.host import cuda_checkpoint, engines, gpus
-from anvil_mux.host.claims import Claims
+from anvil_mux.host.claims import Claims, StartClaims
 from anvil_mux.host.containers import ContainerRuntime, DockerByHand
 from anvil_mux.host.engines import LoadLogs
 from anvil_mux.host.gpus import GpuMonitor, Gpus
@@ -68,6 +68,7 @@ from anvil_mux.host.seam import (
     Inventory,
     Loaded,
     LoadStage,
+    NotBegun,
     Occupant,
     PhaseTook,
     PromptsKept,
@@ -150,6 +151,7 @@ class LocalHost:
         self._state = state = state_folder(config.project, self._environ)
         self._notes = Notes(state)
         self._claims = Claims(self._environ)
+        self._starts = StartClaims(self._environ)
         self._board = NewsBoard()
         self._prompts = PromptCache(kept=self._prompts_kept, state=state)
         self._swapper = Swapper(
@@ -159,6 +161,7 @@ class LocalHost:
             note=self._notes.note_level,
             prompts=self._prompts,
             lacks=self._lacks,
+            guard=self._alone_on_gpus,
         )
         self._adopter = Adopter(self._swapper, self._notes)
         self._read_ahead = ReadAhead(self._weights, lambda *read: self._board.put(WeightsRead(*read)))
@@ -287,7 +290,8 @@ class LocalHost:
     def load(self, backend: Backend, level: str, number: int = 0) -> Loaded:
         if self._unseen:
             raise LoadError(f"it could not be seen yet what runs here already: {self._unseen}")
-        self._refuse_occupied(backend, level)
+        if level != "stop":
+            self._check_before_wake(backend)
         self._backends[backend.name] = backend
         self._notes.add([backend])  # which may have failed at the start
         reading = self._load_logs.reading(backend) if level == "stop" else nullcontext()
@@ -298,21 +302,36 @@ class LocalHost:
         self._cards.order(backend, loaded.url)
         return loaded
 
-    def _refuse_occupied(self, backend: Backend, level: str) -> None:
-        """Raise LoadError if an engine that is not ours may be on the GPUs of a backend, which is ended."""
+    @contextmanager
+    def _alone_on_gpus(self, backend: Backend, remaining: Callable[[], float]) -> Iterator[None]:
+        """Keep other anvil-mux from starting engines on the GPUs of a backend; see ``levels.Guard``."""
+        with self._starts.held(backend.gpus, remaining):
+            try:
+                self._refuse_occupied(backend)
+            except Occupied:
+                raise
+            except BackendError as error:
+                why = f"it cannot be determined who is on its GPUs: {error.message}"
+                raise NotBegun(why) from None
+            yield
+
+    def _refuse_occupied(self, backend: Backend) -> None:
+        """Raise Occupied if an engine that is not ours may be on the GPUs of a backend."""
+        occupants = self.occupants() if backend.gpus else []
+        if occupant := next((each for each in occupants if each.is_on(backend.gpus)), None):
+            raise Occupied(occupant)
+
+    def _check_before_wake(self, backend: Backend) -> None:
+        """Raise LoadError if an engine that is not ours may be on the GPUs of a sleeper, which is ended."""
+        until = time.monotonic() + backend.load_timeout
         try:
-            occupants = self.occupants() if backend.gpus else []
-        except BackendError as error:
-            if level != "stop":  # it is on its GPUs already, and wakes without the container runtime
-                return
-            raise LoadError(f"it cannot be determined who is on its GPUs: {error.message}") from None
-        occupant = next((each for each in occupants if each.is_on(backend.gpus)), None)
-        if occupant is None:
-            return
-        if level != "stop":
+            with self._starts.held(backend.gpus, lambda: until - time.monotonic()):
+                self._refuse_occupied(backend)
+        except NotBegun as error:
             self._swapper.stop(backend)
-        advice = f". To end it: {occupant.end}" if occupant.end else ""
-        raise LoadError(f"{occupant}{advice}")
+            raise LoadError(error.message, log=error.log) from None
+        except BackendError:  # it is on its GPUs already, and wakes without the container runtime
+            return
 
     def cancel(self, backend: Backend, number: int) -> None:
         self._swapper.cancel(backend, number)
@@ -415,6 +434,17 @@ class LocalHost:
             lines = self.log_tail(backend)
         why = why or "ended, and somebody started it again"
         self._board.put(ServiceEnded(name, why, tuple(lines), load))
+
+
+class Occupied(NotBegun):
+    """Another engine may be on the GPUs of a backend. ``log`` names it, and the command that ends it."""
+
+    def __init__(self, occupant: Occupant) -> None:
+        advice = f". To end it: {occupant.end}" if occupant.end else ""
+        super().__init__(
+            "its GPU is held by an engine that another anvil-mux started",
+            log=[f"{FOR_OPERATORS}{occupant}{advice}"],
+        )
 
 
 class CardReader:

@@ -9,8 +9,8 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError
-from anvil_mux.host.claims import Claims, GpuClaim, claimed_gpus, shared_gpus
-from anvil_mux.host.seam import HostConfig
+from anvil_mux.host.claims import Claims, GpuClaim, StartClaims, claimed_gpus, shared_gpus
+from anvil_mux.host.seam import HostConfig, NotBegun
 
 A = Backend("a", "a", gpus=("0",))
 B = Backend("b", "b", gpus=("1", "2"))
@@ -105,3 +105,44 @@ def test_long_names_are_claimed_too(make_claims):
     claims.take_gpus(config(long, project="p" * 80))
     [claim] = claimed_gpus(os.environ)
     assert claim.gpu == long.gpus[0]
+
+
+STARTS = """
+import os, sys
+from anvil_mux.host.claims import StartClaims
+with StartClaims(os.environ).held(["0", "2"], lambda: 0.0):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_start_waits_until_another_program_has_started_its_engine():
+    starts, asked = StartClaims(os.environ), []
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout.readline() == "held\n"
+        with starts.held(["1"], lambda: 0.0):
+            pass
+        with pytest.raises(NotBegun, match="is starting an engine on GPU 2"), starts.held("12", lambda: 0.0):
+            pass
+
+        def remaining():
+            asked.append(None)
+            other.stdin.close()
+            return 60.0
+
+        with starts.held("012", remaining):
+            assert other.wait() == 0
+    assert asked
+
+
+def test_starts_of_one_program_share_a_claim_until_the_last_ends():
+    starts, others = StartClaims(os.environ), StartClaims(os.environ)
+    with starts.held("0", lambda: 0.0):
+        with starts.held("0", lambda: 0.0):
+            pass
+        with pytest.raises(NotBegun), others.held("0", lambda: 0.0):
+            pass
+    with others.held("0", lambda: 0.0):
+        pass

@@ -4,13 +4,15 @@ import dataclasses
 import fcntl
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.service import Service
-from anvil_mux.errors import LoadError
+from anvil_mux.errors import Cancelled, LoadError
 from anvil_mux.host.local import LeftEngines, LocalHost
 from anvil_mux.host.seam import MACHINE, HostConfig, Occupant
 from anvil_mux.state import state_folder
@@ -55,6 +57,7 @@ def lose_notes(folder):
     (folder / "a.json").write_text("[]")
 
 
+HELD = "its GPU is held by an engine that another anvil-mux started"
 LOST = [lose_nothing, lose_record, lose_notes, shutil.rmtree]
 ASKS = [{"project": "q"}, {"home": "other"}, {"project": "q", "home": "other"}]
 
@@ -70,8 +73,12 @@ def test_an_engine_of_another_project_or_home_keeps_its_gpu(open_host, tmp_path,
     [occupant] = second.occupants()
     assert (occupant.backend, occupant.project, occupant.origin, occupant.gpus) == ("a", "p", "left", ("0",))
     assert occupant.end
-    with pytest.raises(LoadError, match=r"a of the project p, which no anvil-mux serves, is on GPU 0. To"):
+    with pytest.raises(LoadError, match=f"^{HELD}$") as refused:
         second.load(B, "stop", 1)
+    [line] = refused.value.log
+    assert line.startswith(
+        "For operators: a of the project p, which no anvil-mux serves, is on GPU 0. To end it: "
+    )
     second.load(OTHER_GPU, "stop", 2)
     second.stop(OTHER_GPU)
     first.stop(A)
@@ -115,6 +122,83 @@ def test_an_engine_that_another_anvil_mux_serves_is_reported_as_such(open_host, 
         second = open_host(A, home="other")
         assert second.running() == []
         assert second.occupants() == [Occupant("a", "p", "served", ("0",), end)]
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor() as pool:
+        yield pool
+
+
+@pytest.fixture
+def hold_start(pool):
+    """Hold the next start of an engine on a host; returns what says that it has come, and what lets it go."""
+    gates = []
+
+    def hold(host):
+        start, is_held, may_go = host.runtime.start, Event(), Event()
+        gates.append(may_go)
+
+        def held(backend):
+            is_held.set()
+            may_go.wait()
+            return start(backend)
+
+        host.runtime.start = held
+        return is_held, may_go
+
+    yield hold
+    for gate in gates:
+        gate.set()
+
+
+def test_start_is_refused_while_another_one_begins_on_its_gpu(open_host, pool, hold_start):
+    first, second = open_host(A), open_host(B, OTHER_GPU, project="q")
+    is_held, may_go = hold_start(first)
+    loaded = pool.submit(first.load, A, "stop", 1)
+    is_held.wait()
+    with pytest.raises(LoadError, match="another anvil-mux is starting an engine on GPU 0"):
+        second.load(dataclasses.replace(B, load_timeout=0.01), "stop", 1)
+    second.load(OTHER_GPU, "stop", 2)
+    waits = pool.submit(second.load, B, "stop", 3)
+    may_go.set()
+    loaded.result()
+    with pytest.raises(LoadError, match=HELD):
+        waits.result()
+    assert second.running() == ["b"], "the one on GPU 1"
+
+
+def test_start_that_waits_for_a_gpu_can_be_cancelled(open_host, pool, hold_start):
+    first, second = open_host(A), open_host(B, project="q")
+    is_held, may_go = hold_start(first)
+    loaded = pool.submit(first.load, A, "stop", 1)
+    is_held.wait()
+    second.cancel(B, 1)
+    with pytest.raises(Cancelled):
+        second.load(B, "stop", 1)
+    may_go.set()
+    loaded.result()
+
+
+def test_starts_of_one_anvil_mux_on_one_gpu_do_not_wait(open_host, pool, hold_start):
+    first = open_host(A, B)
+    start, is_held, may_go = first.runtime.start, *hold_start(first)
+    loaded = pool.submit(first.load, A, "stop", 1)
+    is_held.wait()
+    first.runtime.start = start
+    first.load(B, "stop", 2)
+    may_go.set()
+    loaded.result()
+    assert sorted(first.running()) == ["a", "b"]
+
+
+def test_failed_wake_does_not_start_beside_another_engine(open_host):
+    first, second = open_host(A), open_host(B, project="q")
+    second.load(dataclasses.replace(B, gpus=("1",)), "stop", 1)
+    first.load(A, "stop", 1)
+    with pytest.raises(LoadError, match=HELD):
+        second.load(B, "sleep", 2)
+    assert second.running() == [], "it was ended"
 
 
 def test_engines_of_another_simulated_machine_do_not_count(open_host):
