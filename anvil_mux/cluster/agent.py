@@ -52,6 +52,7 @@ from anvil_mux.errors import BackendError, ConfigError, MuxError
 from anvil_mux.host import check
 from anvil_mux.host.local import LocalHost, inventory, machine_id
 from anvil_mux.host.seam import LOG_LINES, Host, HostConfig, HostNews, Inventory
+from anvil_mux.protocol import foreign
 from anvil_mux.state import note_holder, open_lock, state_folder, text_of, try_lock, write_whole
 
 log = logging.getLogger(__name__)
@@ -620,7 +621,7 @@ class Ownership:
     def _read(self) -> Owner | None:
         """Read the owner; BackendError where it cannot be told who that is: it may still be there."""
         try:
-            found = json.loads(self._file.read_text())
+            found = foreign.read(self._file.read_text())
             owner = Owner(int(found["epoch"]), str(found["id"]), str(found["name"]))
             self._is_given_up = bool(found["given_up"])
         except FileNotFoundError:

@@ -257,7 +257,9 @@ class Access:
                 return self.meant[rules[0].models[0]]._replace(
                     rules=rules, swaps=self.config.any_of[each].swaps
                 )
-        raise UnknownModel(name, self.names(key))
+        if not named:  # the key may not learn of the `default_model`
+            raise BadRequest("the request must name a `model`", param="model")
+        raise UnknownModel(named, self.names(key))
 
     def names(self, key: Key | None, *, but: str = "") -> list[str]:
         """The names, of whatever kind, that a key may use, but for those of one model."""

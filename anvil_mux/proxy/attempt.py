@@ -461,7 +461,7 @@ def _refusal(model: str, path: str, status: int, body: bytes) -> MuxError:
 def _pause_asked(fields: Mapping[bytes, bytes], now: float) -> float | None:
     """The seconds for which a server wants to be left alone, as its answer says; ``now``: Unix time."""
     text = fields.get(b"retry-after", b"").decode("latin-1").strip()
-    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text):
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text):
         return float(text)
     try:
         return parsedate_to_datetime(text).timestamp() - now

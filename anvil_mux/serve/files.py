@@ -37,6 +37,7 @@ from anvil_mux.config.kinds import Diagnostic
 from anvil_mux.config.values import site
 from anvil_mux.errors import ConfigError
 from anvil_mux.host.seam import CardRead
+from anvil_mux.protocol import foreign
 from anvil_mux.proxy.connections import build_context
 from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.serve.invocation import CannotServe
@@ -392,7 +393,7 @@ class PauseFile:
     def seconds_left(self) -> float | None:
         """How long the pause of an earlier start lasts still; infinite: until it is resumed; None: none."""
         try:
-            until = json.loads(self._file.read_text())["until"]
+            until = foreign.read(self._file.read_text())["until"]
             left = math.inf if until is None else float(until) - time.time()
         except FileNotFoundError:
             return None

@@ -62,7 +62,7 @@ def places(home: Path) -> list[RunningMux]:
     found = []
     for file in sorted(home.glob("*/address")):
         try:
-            note = json.loads(file.read_text())
+            note = foreign.read(file.read_text())
             place = RunningMux(str(note["url"]), tuple(map(str, note["files"])))
         except (OSError, ValueError, KeyError, TypeError):
             continue

@@ -16,6 +16,7 @@ from operator import add
 from pathlib import Path
 from typing import Any
 
+from anvil_mux.protocol import foreign
 from anvil_mux.state import once, write_whole
 from anvil_mux.telemetry.accesslog import Served
 
@@ -138,7 +139,7 @@ class Usage:
             return {}
         file = self._file(day)
         try:
-            return dict(_row(*row) for row in json.loads(file.read_text())["rows"])
+            return dict(_row(*row) for row in foreign.read(file.read_text())["rows"])
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, TypeError, KeyError) as error:

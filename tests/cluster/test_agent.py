@@ -332,7 +332,7 @@ def test_of_two_agents_of_one_name_one_changes_nothing_until_the_other_has_ended
     later("claim", SECOND.name, True)
 
 
-@pytest.mark.parametrize("content", ['{"epoch": "x"}', "", '{"epoch": 9}', None])
+@pytest.mark.parametrize("content", ['{"epoch": "x"}', "", '{"epoch": 9}', "[" * 100_000, None])
 def test_a_note_of_the_owner_that_cannot_be_read_is_no_invitation(
     rig: Rig, tmp_path: Path, content: str | None
 ):

@@ -19,7 +19,7 @@ from anvil_mux.config.values import AnyOf, Preset, Rule
 from anvil_mux.errors import Cancelled, LoadError, WouldWaitTooLong
 from anvil_mux.host.hosts import ExternalServer
 from anvil_mux.host.seam import Loaded
-from anvil_mux.multiplexer.circuits import MOST_FAILURES
+from anvil_mux.multiplexer.circuits import LONGEST_ASKED, MOST_FAILURES
 from anvil_mux.proxy import connections
 from anvil_mux.proxy.dispatch import Patience, is_reason
 from tests.fake_engine import (
@@ -234,6 +234,13 @@ def test_429_with_retry_after_opens_it_for_so_long(world):
     head = ask(rig, "gpt")
     assert b" 503 " in head
     assert 25 < rig.mux.circuits.pause_left("gpt") <= 30
+
+
+def test_429_with_a_huge_retry_after_opens_it_for_the_longest_pause(world):
+    rig = world()
+    rig.other.answer = lambda _: status(429, b"Retry-After: 99999999999999999")
+    ask(rig, "gpt")
+    assert LONGEST_ASKED - 5 < rig.mux.circuits.pause_left("gpt") <= LONGEST_ASKED
 
 
 def test_one_that_refuses_connections(world):

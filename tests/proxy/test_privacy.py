@@ -124,3 +124,11 @@ def test_slots_of_an_engine_with_their_prompts_are_for_admins(shared, path, key,
     heard = shared.engine.answers()
     assert shared.get(path, extra=shows(key)).status == status
     assert len(heard) == (status == 200)
+
+
+def test_request_without_a_model_does_not_name_a_default_that_the_key_may_not_use(make_rig):
+    rig = make_rig(default_model="org/b", keys=keyring(*KEYS))
+    client = rig.client()
+    client.post(b'{"messages":[]}', extra=b"Authorization: Bearer %b\r\n" % BOB.encode())
+    answer = client.read()
+    assert (answer.status, answer.error["message"]) == (400, "the request must name a `model`")

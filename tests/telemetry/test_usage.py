@@ -136,7 +136,16 @@ def test_old_days_are_forgotten(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"rows": [[1]]}', '{"rows": 3}', "\x00", '{"rows": [[1, 2, 3]]}']
+    "text",
+    [
+        "{",
+        "[]",
+        '{"rows": [[1]]}',
+        '{"rows": 3}',
+        "\x00",
+        '{"rows": [[1, 2, 3]]}',
+        '{"rows": ' + "[" * 100_000,
+    ],
 )
 def test_a_file_that_cannot_be_read_is_told_once_and_counted_anew(tmp_path, text):
     said: list[str] = []
