@@ -208,7 +208,7 @@ def occupants(config: HostConfig) -> list[str]:
 
     found = find_occupants(config, state_folder(config.project, os.environ), os.environ, lambda pid: None)
     told = [each for each in found if each.end != STOP]
-    return [f"{each}{f'. To end it: {each.end}' if each.end else ''}" for each in told]
+    return [each.advice for each in told]
 
 
 def questions() -> Sequence[Callable[[HostConfig], list[str]]]:

@@ -440,10 +440,12 @@ class Occupied(NotBegun):
     """Another engine may be on the GPUs of a backend. ``log`` names it, and the command that ends it."""
 
     def __init__(self, occupant: Occupant) -> None:
-        advice = f". To end it: {occupant.end}" if occupant.end else ""
+        is_known = occupant.origin != "unknown"
         super().__init__(
-            "its GPU is held by an engine that another anvil-mux started",
-            log=[f"{FOR_OPERATORS}{occupant}{advice}"],
+            "its GPU is held by an engine that another anvil-mux started"
+            if is_known
+            else "its GPU may be held by a container: Docker does not answer",
+            log=[f"{FOR_OPERATORS}{occupant.advice}"],
         )
 
 

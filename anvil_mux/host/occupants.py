@@ -7,15 +7,17 @@ started and that still runs is listed here, from what the machine itself tells:
     containers  those of projects that are noted in this user's state folders, and those that Compose made of
                 one of our own files under another name of the project
 
-A process of another user cannot be read, unless by root.
+A process of another user cannot be read, unless by root. Where Docker does not answer, containers that are
+noted may run, if any container does.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
+from anvil_mux.host import gpus, runs
 from anvil_mux.host.docker_api import ComposeContainer, ContainerEngine, Unreachable, find_endpoint
 from anvil_mux.host.notes import Notes, word_of
 from anvil_mux.host.runs import RunRecord, RunRecords, marked_runs
@@ -70,18 +72,32 @@ def _containers(config: HostConfig, state: Path, environ: Mapping[str, str]) -> 
     except Unreachable:
         if config.runtime == "compose":
             raise
-        return  # no engine of containers is there, and so no container
+        yield from _unknown(noted.values())
+        return
     for each in running:
         if each.project == config.project:
             continue
-        if (folder := noted.get(each.project)) and (word := each.word(_noted_containers(folder))):
-            gpus = Notes(folder).gpus(word)
+        folder = noted.get(each.project)
+        if folder and (word := each.word(_noted_containers(folder))):
+            ids = Notes(folder).gpus(word)
             if is_served(folder):
-                yield Occupant(each.service, each.project, "served", gpus, _unload(folder, each.service))
+                yield Occupant(each.service, each.project, "served", ids, _unload(folder, each.service))
             else:
-                yield Occupant(each.service, each.project, "left", gpus, STOP)
+                yield Occupant(each.service, each.project, "left", ids, STOP)
         elif files & set(each.files):
             yield from _of_our_file(config, each)
+
+
+def _unknown(folders: Iterable[Path]) -> Iterator[Occupant]:
+    """List noted containers of which Docker does not say whether they run, if any container runs here."""
+    if not any(map(gpus.container_of, runs.process_ids())):
+        return
+    processes = {(run.state, run.backend) for run in marked_runs()}
+    for folder in folders:
+        end = f"delete {folder} if none of its containers runs"
+        for word in sorted(_noted_containers(folder)):
+            if (str(folder), word) not in processes:
+                yield Occupant(word, folder.name, "unknown", Notes(folder).gpus(word), end)
 
 
 def _of_our_file(config: HostConfig, container: ComposeContainer) -> Iterator[Occupant]:

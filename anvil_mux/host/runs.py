@@ -91,7 +91,7 @@ class RunRecord:
         those without a mark count only where their environment is blank, as it is for whoever has written a
         title over it.
         """
-        stats = {pid: each for pid in (_processes() if pids is None else pids) if (each := stat_of(pid))}
+        stats = {pid: each for pid in (process_ids() if pids is None else pids) if (each := stat_of(pid))}
         since = {
             pid: each for pid, each in stats.items() if each.started >= self.started and not each.has_ended
         }
@@ -152,7 +152,7 @@ class RunRecord:
 
     def begun(self) -> RunRecord | None:
         """The same of a run that was about to be started, if it came to that."""
-        marked = [(stat.started, pid) for pid in self._marked(_processes()) if (stat := stat_of(pid))]
+        marked = [(stat.started, pid) for pid in self._marked(process_ids()) if (stat := stat_of(pid))]
         if not marked:
             return None
         started, pid = min(marked)  # its workers began later
@@ -259,7 +259,7 @@ class RunRecords:
         file = str(self._folder / f"{name}.log")
         writers = [
             (stat.started, pid, stat)
-            for pid in _processes()
+            for pid in process_ids()
             if _output(pid) == file and (stat := stat_of(pid))
         ]
         living = [each for each in writers if not each[2].has_ended]
@@ -363,7 +363,7 @@ def marked_runs() -> list[RunRecord]:
     session, or where that has ended the oldest that carries the copy.
     """
     oldest: dict[str, tuple[int, int, ProcessStat, RunRecord]] = {}
-    for pid in _processes():
+    for pid in process_ids():
         stat = stat_of(pid)
         if stat is None or stat.has_ended or pid == os.getpid():
             continue
@@ -385,7 +385,8 @@ def marked_runs() -> list[RunRecord]:
 # Processes
 
 
-def _processes() -> list[int]:
+def process_ids() -> list[int]:
+    """List the processes of this machine."""
     return [int(entry) for entry in os.listdir("/proc") if entry.isdecimal()]
 
 

@@ -156,18 +156,27 @@ class Occupant:
     """The name of its backend, in the configuration that it was started by."""
     project: str
     origin: str
-    """``left`` (no anvil-mux serves its project), ``served`` (one does), ``user`` (of another user)."""
+    """``left`` (no anvil-mux serves its project), ``served`` (one does), ``user`` (of another user), or
+    ``unknown`` (a container that may run: Docker does not answer)."""
     gpus: tuple[str, ...] | None = None
     """The ids of the GPUs that it was started on; None: unknown, so it may be on any."""
     end: str = ""
-    """The command that ends it; "" if none is known."""
+    """The command that ends it, or what to do while it is ``unknown``; "" if nothing is known."""
 
     def is_on(self, gpus: Sequence[str]) -> bool:
         """Return whether it may hold one of these GPUs."""
         return self.gpus is None or not set(self.gpus).isdisjoint(gpus)
 
+    @property
+    def advice(self) -> str:
+        """The sentence about it, with the one that says how its GPU becomes free."""
+        lead = "Until it does" if self.origin == "unknown" else "To end it"
+        return f"{self}. {lead}: {self.end}" if self.end else str(self)
+
     def __str__(self) -> str:
         where = "a GPU" if self.gpus is None else f"GPU {', '.join(self.gpus)}"
+        if self.origin == "unknown":
+            return f"{self.backend} of the project {self.project} may run on {where}: Docker does not answer"
         who = {"served": "which another anvil-mux serves", "user": "of another user"}.get(
             self.origin, "which no anvil-mux serves"
         )

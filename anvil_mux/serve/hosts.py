@@ -238,8 +238,7 @@ class Adoption:
     def tell_occupants(self, host: str) -> None:
         """Warn of engines on a host that another anvil-mux has started, on whose GPUs nothing is loaded."""
         for occupant in self._hosts[host].occupants():
-            advice = f". To end it: {occupant.end}" if occupant.end else ""
-            self._say(f"warning: {occupant}{advice}")
+            self._say(f"warning: {occupant.advice}")
 
     def stop_orphans(self, host: str) -> None:
         """Stop what an earlier start served on a host and the configuration has no longer.

@@ -13,7 +13,9 @@ import pytest
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.service import Service
 from anvil_mux.errors import Cancelled, LoadError
+from anvil_mux.host import gpus as host_gpus
 from anvil_mux.host.local import LeftEngines, LocalHost
+from anvil_mux.host.notes import Notes
 from anvil_mux.host.seam import MACHINE, HostConfig, Occupant
 from anvil_mux.state import state_folder
 from tests.host.test_processes import running
@@ -23,6 +25,14 @@ COMMAND = (str(ROOT / "bin" / "demo-engine"), "--model", "a", "--load-seconds", 
 A = Backend("a", "a", gpus=("0",), load_timeout=30.0, service=Service(command=COMMAND))
 B = Backend("b", "a", gpus=("0",), load_timeout=30.0, service=Service(command=COMMAND))
 OTHER_GPU = dataclasses.replace(B, gpus=("1",))
+
+
+@pytest.fixture(autouse=True)
+def containers(monkeypatch):
+    """Have no container run on this machine; a test appends one."""
+    ids = []
+    monkeypatch.setattr(host_gpus, "container_of", lambda pid: ids[0] if ids else None)
+    return ids
 
 
 @pytest.fixture
@@ -199,6 +209,29 @@ def test_failed_wake_does_not_start_beside_another_engine(open_host):
     with pytest.raises(LoadError, match=HELD):
         second.load(B, "sleep", 2)
     assert second.running() == [], "it was ended"
+
+
+@pytest.mark.parametrize(
+    ("is_in_container", "gpu", "is_refused"),
+    [(True, "0", True), (True, "1", False), (False, "0", False)],
+    ids=["on the same GPU", "on another GPU", "no container runs"],
+)
+def test_noted_container_is_unknown_while_docker_does_not_answer(
+    open_host, tmp_path, containers, is_in_container, gpu, is_refused
+):
+    folder = tmp_path / "home" / "anvil-mux" / "q"
+    folder.mkdir(parents=True)
+    Notes(folder).add([dataclasses.replace(A, gpus=(gpu,))])
+    containers += ["c"] if is_in_container else []
+    host = open_host(A, DOCKER_HOST=f"unix://{tmp_path}/away.sock")
+    if not is_refused:
+        host.load(A, "stop", 1)
+        return
+    neutral = "its GPU may be held by a container: Docker does not answer"
+    with pytest.raises(LoadError, match=f"^{neutral}$") as refused:
+        host.load(A, "stop", 1)
+    told = "a of the project q may run on GPU 0: Docker does not answer. Until it does: delete"
+    assert refused.value.log == (f"For operators: {told} {folder} if none of its containers runs",)
 
 
 def test_engines_of_another_simulated_machine_do_not_count(open_host):
