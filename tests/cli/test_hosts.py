@@ -39,7 +39,7 @@ def test_why_sums_up_where_a_model_may_run(rig, capsys):
         ["h1", "4", "stopped", "drained", "by", "hand"],
         ["h2", "3", "stopped,", "1", "ready"],
     ]
-    assert lines[4] == "It may be loaded on h3, local."
+    assert lines[4] == "It may be loaded on local, h3."
     assert [line.split()[0] for line in lines[5:]] == ["REPLICA", "m.h2.1", "and"]
     assert lines[-1] == "and 12 that are stopped"
 

@@ -282,7 +282,7 @@ def test_requests_mean_another_configuration_once_its_models_are_there(monkeypat
             stop_all=lambda pairs: calls.append(f"stop {[each.name for each, _ in pairs]}"),
         ),
         hosts=Recorded("hosts", calls, local=None),
-        watches=SimpleNamespace(is_here=lambda name: True, missing=list, busy=nullcontext),
+        watches=SimpleNamespace(is_here=lambda name: True, missing=dict, busy=nullcontext),
         mux=SimpleNamespace(
             facts=Recorded("scheduler", calls, reconfigure=take),
             overview=SimpleNamespace(leaving=list),
