@@ -408,11 +408,11 @@ def _seconds_before(state: GroupState, slot: Slot, now: float) -> float:
     longest = slot.retry_at - now if slot.state == "stopped" else 0.0
     before = [swap for swap in state.swaps if not slot.holds.keys().isdisjoint(swap.gpus())]
     for swap in before:
-        if is_unwanted(state, swap):
+        if is_unwanted(state, swap, now):
             continue  # its load is cancelled for this queue
         load = cost_of(state, swap, swap.target).seconds if swap.target else 0.0
         longest = max(longest, usual_drain(state, swap.victims) + load)
-    makes_way = any(is_unwanted(state, swap) for swap in before)
+    makes_way = any(is_unwanted(state, swap, now) for swap in before)
     return max(longest, 0.0) if longest > 0.0 or makes_way else math.inf
 
 

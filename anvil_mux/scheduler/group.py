@@ -57,8 +57,7 @@ Invariants:
     loaded instead on GPUs that nobody holds. A queue of higher priority takes a drain over, but not
     that for an overdue queue, nor that of its own model's backend. A load under way is finished,
     unless it is cancelled: when it is unloaded by hand (requests that wait for it fail), or when no
-    request waits for it any more and another queue needs its GPUs. Preloads are cancelled by hand
-    only, but for that of a home backend and that of a hint, which make way for a queue. Requests
+    request waits for it (any more), preloads included, and a queue needs its GPUs. Requests
     that wait behind others at a busy replica count as waiting for another replica, if no queue
     waits for its GPUs; so do those in the queue of a resident model whose backends take only so
     many at once.
@@ -249,7 +248,7 @@ class GpuGroup(GroupFacts):
 
     def _cancel_unwanted(self, models: list[Model], now: float) -> bool:
         """Cancel loads that no request waits for any more, if a queue could have their GPUs then."""
-        unwanted = [swap for swap in self.swaps if is_unwanted(self, swap)] if models else []
+        unwanted = [swap for swap in self.swaps if is_unwanted(self, swap, now)] if models else []
         if not unwanted:
             return False
         loads = [swap.target for swap in unwanted if swap.target]

@@ -676,17 +676,17 @@ def _more_victims(state: GroupState, slot: Slot, swap: SwapInProgress, now: floa
 # Loads that no request waits for
 
 
-def is_unwanted(state: GroupState, swap: SwapInProgress) -> bool:
+def is_unwanted(state: GroupState, swap: SwapInProgress, now: float) -> bool:
     """Return whether a swap loads a backend that no request waits for, and makes way for any queue.
 
-    A backend that wakes is no such load: it is there in seconds, and cancelled it would lose its standby.
+    Requests that wait at busy replicas wait for another replica. A backend that wakes is no such load: it
+    is there in seconds, and cancelled it would lose its standby.
     """
     slot = swap.target
-    if slot is None or slot.state != "loading" or swap.cancel or swap.level != "stop":
+    if slot is None or slot.state != "loading" or swap.cancel or swap.level != "stop" or slot.pinned:
         return False
-    if swap.preload and swap.cause.kind not in ("home", "hinted"):
-        return False
-    return not (slot.pinned or state.models[slot.model].queue.tickets)
+    model = state.models[slot.model]
+    return not (model.queue.tickets or (swap.preload and behind(model, now)))
 
 
 # Another replica of a busy model

@@ -495,7 +495,9 @@ class Swaps(Admission):
             return
         self.enter(slot, "cancelled", now)
         slot.next_level = ""
-        self.end_to(slot)
+        swap = self.end_to(slot)
+        if swap and swap.cause.kind == "preload" and swap.cancel and swap.cancel.kind == "unwanted":
+            self.preloads.append(slot)  # it made way for a queue
         self.emit(Event(now, "stopped", slot.model, slot.name))
         self.fail_refused(now)
 

@@ -133,18 +133,48 @@ def test_it_is_cancelled_too_if_the_line_was_there_before_and_whatever_the_polic
     assert not waiting.settled
 
 
-@pytest.mark.parametrize("about", [{"pin": True}, {"preload": True}])
-def test_neither_what_is_pinned_nor_what_is_prepared_is_cancelled_for_another(about):
-    driver = Driver(backend("a", **about), B)
-    if "pin" in about:
-        asked = driver.request("a", 0.0)
-        assert driver.steps(0.0) == ["load a"]
-        driver.core.give_up(asked, 1.0)
-    else:
-        assert driver.steps(0.0) == ["load a"]
+def test_load_of_a_pinned_model_is_not_cancelled_for_another():
+    driver = Driver(backend("a", pin=True), B)
+    asked = driver.request("a", 0.0)
+    assert driver.steps(0.0) == ["load a"]
+    driver.core.give_up(asked, 1.0)
     assert driver.asked("b", 2.0) == []
     assert driver.core.unload("a", 3.0)  # by hand it is
     assert driver.steps(3.0) == ["cancel a"]
+
+
+def test_preload_makes_way_for_a_queue():
+    driver = Driver(backend("a", preload=True), B)
+    assert driver.steps(0.0) == ["load a"]
+    waiting = driver.request("b", 2.0)
+    assert driver.steps(2.0) == ["cancel a"]
+    assert driver.load_cancelled("a", 3.0) == ["load b"]
+    driver.core.loaded("b", 4.0)
+    assert waiting.backend == "b"
+    driver.sound()
+
+
+def test_preload_that_made_way_is_begun_again_where_there_is_room():
+    driver = Driver(backend("a", "0", "1", preload=True), backend("b", "1"))
+    assert driver.steps(0.0) == ["load a"]
+    asked = driver.request("b", 2.0)
+    assert driver.steps(2.0) == ["cancel a"]
+    assert driver.give_up(asked, 3.0) == []
+    assert driver.load_cancelled("a", 4.0) == ["load a"]
+
+
+def test_load_of_another_replica_makes_way_once_nobody_waits_for_it():
+    replicas = backend("m0", "0", model="m"), backend("m1", "1", model="m")
+    driver = Driver(*replicas, backend("b", "1"), max_wait=30.0).with_resident("m0")
+    leases = [driver.request("m", 1.0) for _ in range(3)]
+    assert driver.steps(1.0) == ["load m1"]
+    assert driver.asked("b", 2.0) == []
+    assert driver.release(leases[0], 3.0) == []
+    assert driver.release(leases[1], 4.0) == ["cancel m1"]
+    assert driver.load_cancelled("m1", 5.0) == ["load b"]
+    driver.core.loaded("b", 6.0)
+    driver.core.release(leases[2], 7.0)
+    driver.sound()
 
 
 def test_a_load_is_not_cancelled_for_a_line_that_could_not_be_loaded_there_all_the_same():
