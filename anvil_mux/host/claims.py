@@ -26,6 +26,7 @@ from typing import NamedTuple
 from anvil_mux.errors import BackendError, MuxError
 from anvil_mux.host.docker_api import ContainerEngine, find_endpoint
 from anvil_mux.host.seam import MACHINE, HostConfig, NotBegun
+from anvil_mux.state import state_folder
 
 log = logging.getLogger(__name__)
 
@@ -70,22 +71,30 @@ class Claims:
         self._sockets: dict[str, socket.socket] = {}
 
     def take_project(self, config: HostConfig) -> None:
-        """Claim the containers of a project; BackendError if another anvil-mux has them."""
-        if config.runtime != "compose":
-            return
-        endpoint = find_endpoint(self._environ)
-        keys = [endpoint.address]  # as long as the engine does not answer, that is all that is known of it
-        with suppress(MuxError):
-            keys.append(ContainerEngine(endpoint).identity())
-        for key in filter(None, keys):
-            place = f"{self._environ.get(MACHINE, '')} {key} {config.project}"
+        """Claim the engines of a project; BackendError if another anvil-mux has them.
+
+        Containers are claimed on their container engine. Processes are claimed by their state folder, whose
+        lock is lost if the folder is removed meanwhile.
+        """
+        for owner in filter(None, self._owners_of(config)):
+            place = f"{self._environ.get(MACHINE, '')} {owner} {config.project}"
             name = f"anvil-mux-project/{_digest(place)}"
             if not self._take(name):
+                where = " on the same container engine" if config.runtime == "compose" else ""
                 raise BackendError(
-                    f"another anvil-mux{_holder(name)} serves the project {config.project} already on the "
-                    "same container engine, and two would evict each other's engines. Stop it, or give this "
-                    "one another `project`."
+                    f"another anvil-mux{_holder(name)} serves the project {config.project} already{where}, "
+                    "and two would evict each other's engines. Stop it, or give this one another `project`."
                 )
+
+    def _owners_of(self, config: HostConfig) -> list[str]:
+        """Return what tells the engines of a project from those of another one of its name."""
+        if config.runtime == "process":
+            return [str(state_folder(config.project, self._environ).resolve())]
+        endpoint = find_endpoint(self._environ)
+        owners = [endpoint.address]  # as long as the engine does not answer, that is all that is known of it
+        with suppress(MuxError):
+            owners.append(ContainerEngine(endpoint).identity())
+        return owners
 
     def take_gpus(self, config: HostConfig) -> None:
         """Claim the GPUs of a configuration, and no others any more."""

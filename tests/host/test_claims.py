@@ -49,6 +49,16 @@ def test_a_project_of_containers_has_one_anvil_mux_of_whatever_home(make_claims)
     make_claims().take_project(config())
 
 
+def test_a_project_of_processes_has_one_anvil_mux_though_its_state_folder_is_removed(make_claims, tmp_path):
+    first = make_claims(XDG_STATE_HOME=str(tmp_path / "state"))
+    first.take_project(config(runtime="process"))
+    with pytest.raises(BackendError, match="serves the project p already, and two would"):
+        make_claims(XDG_STATE_HOME=str(tmp_path / "state")).take_project(config(runtime="process"))
+    make_claims(XDG_STATE_HOME=str(tmp_path / "other")).take_project(config(runtime="process"))
+    first.close()
+    make_claims(XDG_STATE_HOME=str(tmp_path / "state")).take_project(config(runtime="process"))
+
+
 def test_an_engine_of_containers_is_known_by_its_id_whatever_its_address(make_claims, docker):
     docker.said = {"ID": "the engine"}
     link = docker.path.with_name("link")
