@@ -24,7 +24,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,6 +68,10 @@ class Content:
     """``SHARED`` -> name -> description."""
     places: Mapping[KeyPath, KeyInFile] = field(default_factory=dict)
     """The key of each setting of ``x-anvil`` -> the file whose value counts, and its key there."""
+    resolved: str = field(default="", repr=False)
+    """All of it as one compose file without variables; "" if it was read without the Compose program."""
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """The variables from which Compose takes secrets and configs -> their values."""
 
 
 Compose = Callable[[Sequence[str], Mapping[str, str]], Done | None]
@@ -154,8 +158,42 @@ def _composed(documents: Sequence[Document], answer: Done, environ: Mapping[str,
         variables = interpolate.environment(documents[0].file.parent, environ)
     except ConfigError:
         variables = dict(environ)  # Compose has read the file, whatever we make of it
+    resolved = resolved_text(content, [document.file for document in documents])
     layers = Layers(documents, variables)
-    return _content(content, content.get("name", ""), warnings, layers, plain=False)
+    read = _content(content, content.get("name", ""), warnings, layers, plain=False)
+    return replace(read, resolved=resolved, variables=_kept_variables(content, variables))
+
+
+def resolved_text(content: Mapping[str, Any], files: Iterable[Path]) -> str:
+    """Return content that Compose has read as one compose file, without what is only for anvil-mux.
+
+    Names that Compose has made of the project's are left to it, since it may be given another project.
+    """
+    project = content.get("name", "")
+    made = {key: value for key, value in content.items() if key != "name" and not key.startswith("x-")}
+    for kind in SHARED:
+        if isinstance(shared := made.get(kind), dict):
+            made[kind] = {name: unnamed(name, about, project) for name, about in shared.items()}
+    if isinstance(services := made.get("services"), dict):
+        made["services"] = {
+            name: {key: value for key, value in mapping(described).items() if key != OURS}
+            for name, described in services.items()
+        }
+    return _json({"x-files": [os.path.abspath(file) for file in files], **made})
+
+
+def unnamed(name: str, about: Any, project: str) -> Any:
+    """Return a volume, network, ... without the name that Compose has made of the project's."""
+    if not isinstance(about, dict) or about.get("external"):
+        return about
+    return {key: value for key, value in about.items() if (key, value) != ("name", f"{project}_{name}")}
+
+
+def _kept_variables(content: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that secrets and configs are, as far as they are set."""
+    described = [about for kind in ("secrets", "configs") for about in mapping(content.get(kind)).values()]
+    names = [str(mapping(about).get("environment") or "") for about in described]
+    return {name: variables[name] for name in names if name in variables}
 
 
 def _content(
@@ -528,10 +566,10 @@ class GeneratedFiles:
 
     def _own(self, name: str, about: Any) -> Any:
         """A volume, network, ...: without the name that Compose has made of the project's, and rooted."""
-        if not isinstance(about, dict):
-            return about
-        kept = {k: v for k, v in about.items() if (k, v) != ("name", f"{self._content.project}_{name}")}
-        return {**kept, "file": self._path(kept["file"])} if isinstance(kept.get("file"), str) else kept
+        kept = unnamed(name, about, self._content.project)
+        if not isinstance(kept, dict) or not isinstance(kept.get("file"), str):
+            return kept
+        return {**kept, "file": self._path(kept["file"])}
 
     def _rooted(self, made: RawService) -> RawService:
         """The service with absolute paths, as the Compose program gives it."""

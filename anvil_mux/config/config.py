@@ -697,6 +697,10 @@ class Config:
     files: tuple[str, ...] = ()
     generated_compose: dict[str, str] = field(default_factory=dict)
     """Host -> a compose file for it, of the services that are described anew for a host or a GPU."""
+    resolved_compose: str = field(default="", repr=False)
+    """The content of ``files`` as one compose file without variables; "" if read without Compose."""
+    compose_variables: dict[str, str] = field(default_factory=dict, repr=False)
+    """The variables from which Compose takes secrets and configs -> their values."""
     warnings: tuple[str, ...] = ()
     """The warnings of `check`."""
     origins: dict[str, str] = field(default_factory=dict)

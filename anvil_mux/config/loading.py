@@ -103,6 +103,8 @@ class ConfigReader:
             origins=problems.origins,
             memory_of_hosts=places.memory(),
             generated_compose=reader.composed.texts(),
+            resolved_compose=content.resolved,
+            compose_variables=dict(content.variables),
             **values,
         )
         """The configuration, as far as it could be read."""

@@ -23,14 +23,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
 
 from anvil_mux.command import Done
 from anvil_mux.config.config import Backend
 from anvil_mux.config.service import COMPLETED, HEALTHY, STARTED, Mounts, Service
 from anvil_mux.errors import BackendError, LoadError, MuxError
 from anvil_mux.host import gpus, project
+from anvil_mux.host.compose_files import COMPOSE, ComposeFiles
 from anvil_mux.host.docker_api import (
     ALIVE,
     HALF_REMOVED,
@@ -44,7 +43,7 @@ from anvil_mux.host.engines import listen_port
 from anvil_mux.host.processes import free_port, port_taken
 from anvil_mux.host.project import Project, how_it_ended
 from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, HostConfig, NotBegun, url_of
-from anvil_mux.state import state_folder, write_whole
+from anvil_mux.state import state_folder
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +51,6 @@ LATE_LOG_PAUSES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 """Seconds between looks at the log of what ended: Docker 28 says so before its last lines are there."""
 LOG_MARGIN = 2.0
 """Docker notes the start of a container a moment after it may have printed its first lines."""
-GENERATED = "compose.yaml"
-"""The file in the state folder with the services that are generated for this host or its GPUs."""
 EXISTS = "exists"
 """The word beside a container's id in a refusal to start it: what is left of its last start is in the way.
 
@@ -96,14 +93,18 @@ class ContainerRuntime:
         address: str = LOOPBACK,
     ) -> None:
         env = dict(os.environ if environ is None else environ)
-        self._generated = state_folder(config.project, env) / GENERATED
+        self._files = ComposeFiles(config, state_folder(config.project, env))
         endpoint = find_endpoint(env)
         self._address = address
         # Commands speak to the same engine as we do.
         of_commands = env | ({"DOCKER_HOST": endpoint.address} if endpoint.found_by_us else {})
-        self._run = run or partial(project.run_command, env=of_commands, lock=lock)
+        self._run = run or (
+            lambda argv, timeout: project.run_command(
+                argv, timeout, env=of_commands | self._files.variables, lock=lock
+            )
+        )
         self._engine = ContainerEngine(endpoint)
-        self._project = Project(self._with_generated(config), self._engine)
+        self._project = Project(config, self._engine)
         self._looked = False  # whether ``running`` was called
         self._brought_up: set[str] = set()
         """The services on which others depend that were started here; any thread adds one."""
@@ -111,15 +112,8 @@ class ContainerRuntime:
         self._creating = threading.Lock()
 
     def reconfigure(self, config: HostConfig) -> None:
-        self._project.reconfigure(self._with_generated(config))
-
-    def _with_generated(self, config: HostConfig) -> HostConfig:
-        """Return the configuration with the file of its generated services among its files."""
-        return (
-            replace(config, files=(*config.files, str(self._generated)))
-            if config.generated_compose
-            else config
-        )
+        self._files.reconfigure(config)
+        self._project.reconfigure(config)
 
     def watch(self, tell: Callable[[str, str], object]) -> None:
         self._project.watch(tell)
@@ -154,13 +148,11 @@ class ContainerRuntime:
 
     def _bring_up(self, backend: Backend, name: str) -> None:
         """Have Compose start a service that another one depends on."""
-        config = self._project.config
         with self._creating:
             alive = any(each.status in ALIVE for each in self._project.of_service(name))
             kept = ["--no-recreate"] if alive else []
-            self._write_generated(config)
             words = ["up", "--detach", "--no-deps", "--no-build", "--pull", "never", *kept, name]
-            argv = project.compose_command(config, *words)
+            argv = self._files.command(*words)
             done = self._run(argv, project.CREATE_TIMEOUT)
         if done.code:
             raise self._why_not_created(backend, f"`{project.short(argv)}` failed: {done.last_line}")
@@ -300,7 +292,7 @@ class ContainerRuntime:
         raise refused
 
     def _create(self, backend: Backend, *, anew: bool = False) -> str:
-        service, config = backend.service_name, self._project.config
+        service = backend.service_name
         with self._creating:
             recreate = ["--force-recreate"] if anew else []
             if backend.service.scale > 1 and (
@@ -310,9 +302,8 @@ class ContainerRuntime:
                 left = self._project.find(backend)
                 if left and (anew or (left.status not in ALIVE and self._differing_parts(backend, left))):
                     self._engine.remove(left.id)
-            self._write_generated(config)
             words = ["create", "--no-build", "--pull", "never", *recreate, service]
-            argv = project.compose_command(config, *words)
+            argv = self._files.command(*words)
             try:
                 done = self._run(argv, project.CREATE_TIMEOUT)
             except MuxError:
@@ -336,16 +327,6 @@ class ContainerRuntime:
             for each in self._project.of_service(service):
                 if each.status == "created":
                     self._engine.remove(each.id)
-
-    def _write_generated(self, config: HostConfig) -> None:
-        """Write the generated services where Compose reads them; whoever only looks writes nothing."""
-        if not config.generated_compose:
-            return
-        try:
-            self._generated.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_whole(self._generated, config.generated_compose, 0o600)  # environments hold secrets
-        except OSError as error:
-            raise BackendError(f"{self._generated} cannot be written: {error.strerror}") from None
 
     def _why_not_created(self, backend: Backend, failed: str) -> MuxError:
         self._engine.ping()
@@ -481,7 +462,6 @@ class ContainerRuntime:
     def _described(self, service: str) -> str:
         """Compose's hash of a service as it is described; "" if it cannot be had."""
         try:
-            self._write_generated(self._project.config)
             done = self._compose("config", "--hash", service)
         except MuxError:
             return ""
@@ -490,10 +470,10 @@ class ContainerRuntime:
 
     def _compose(self, *words: str) -> Done:
         """Ask Compose something of the project."""
-        return self._run(project.compose_command(self._project.config, *words), project.ASK_TIMEOUT)
+        return self._run(self._files.command(*words), project.ASK_TIMEOUT)
 
     def _compose_version(self) -> Done:
-        return self._run([*project.COMPOSE, "version", "--short"], project.ASK_TIMEOUT)
+        return self._run([*COMPOSE, "version", "--short"], project.ASK_TIMEOUT)
 
     def is_frozen(self, backend: Backend) -> bool:
         container = self._project.find(backend)

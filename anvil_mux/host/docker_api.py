@@ -131,6 +131,8 @@ class ComposeContainer(NamedTuple):
     number: int
     files: tuple[str, ...]
     """The paths of the compose files that it was made of."""
+    folder: str = ""
+    """The folder of its project's files."""
 
     def word(self, noted: Collection[str]) -> str:
         """Return the word by which notes know it, if it is among those that are ``noted``; else ""."""
@@ -142,7 +144,9 @@ def _compose_container(id: str, labels: Mapping[str, str]) -> ComposeContainer:
     files = labels.get(f"{LABEL}.project.config_files", "")
     number = count_in(labels.get(f"{LABEL}.container-number", "1")) or 1
     project, service = labels.get(f"{LABEL}.project", ""), labels.get(f"{LABEL}.service", "")
-    return ComposeContainer(id, project, service, number, tuple(filter(None, files.split(","))))
+    folder = labels.get(f"{LABEL}.project.working_dir", "")
+    made_of = tuple(filter(None, files.split(",")))
+    return ComposeContainer(id, project, service, number, made_of, folder=folder)
 
 
 def _compose_hash(labels: Mapping[str, str], host: Mapping[str, Any]) -> str:

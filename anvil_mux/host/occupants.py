@@ -14,10 +14,11 @@ noted may run, if any container does.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from anvil_mux.host import gpus, runs
+from anvil_mux.host.compose_files import original_files
 from anvil_mux.host.docker_api import ComposeContainer, ContainerEngine, Unreachable, find_endpoint
 from anvil_mux.host.notes import Notes, word_of
 from anvil_mux.host.runs import RunRecord, RunRecords, marked_runs
@@ -84,7 +85,7 @@ def _containers(config: HostConfig, state: Path, environ: Mapping[str, str]) -> 
                 yield Occupant(each.service, each.project, "served", ids, _unload(folder, each.service))
             else:
                 yield Occupant(each.service, each.project, "left", ids, STOP)
-        elif files & set(each.files):
+        elif _is_made_of(files, each):
             yield from _of_our_file(config, each)
 
 
@@ -98,6 +99,20 @@ def _unknown(folders: Iterable[Path]) -> Iterator[Occupant]:
         for word in sorted(_noted_containers(folder)):
             if (str(folder), word) not in processes:
                 yield Occupant(word, folder.name, "unknown", Notes(folder).gpus(word), end)
+
+
+def _is_made_of(files: Collection[str], container: ComposeContainer) -> bool:
+    """Return whether a container was made of one of these compose files, by Compose or by an anvil-mux.
+
+    Where it was made by another user's anvil-mux, only the folder of its files is known.
+    """
+    for file in container.files:
+        originals = original_files(file)
+        if originals is None and container.folder in map(os.path.dirname, files):
+            return True
+        if not {file, *(originals or ())}.isdisjoint(files):
+            return True
+    return False
 
 
 def _of_our_file(config: HostConfig, container: ComposeContainer) -> Iterator[Occupant]:

@@ -53,7 +53,6 @@ CREATE_TIMEOUT = 120.0
 ASK_TIMEOUT = 20.0
 log = logging.getLogger(__name__)
 
-COMPOSE = ("docker", "compose", "--ansi", "never")
 RELEASE = re.compile(r"v?(\d{1,9})\.(\d{1,9})\.(\d{1,9})")
 CUT_OFF = "lost its network: somebody disconnected its container"
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0
@@ -67,12 +66,6 @@ Tell = Callable[[str, str], object]
 """Takes an event, see ``seam.Runtime.watch``, and the name of the backend."""
 Run = Callable[[Sequence[str], float], Done]
 """Runs a command to its end, within so many seconds."""
-
-
-def compose_command(config: HostConfig, *words: str) -> list[str]:
-    """A command of Compose's for the project, whatever the profiles of its services are."""
-    files = [word for file in config.files for word in ("-f", file)]
-    return [*COMPOSE, *files, "-p", config.project, "--profile", "*", *words]
 
 
 def compose_release(version: str) -> tuple[int, ...]:
@@ -94,7 +87,7 @@ def run_command(
     raise BackendError(why)
 
 
-TAKE_A_VALUE = ("-f", "-p", "--ansi", "--profile", "--pull")
+TAKE_A_VALUE = ("-f", "-p", "--ansi", "--profile", "--pull", "--project-directory", "--env-file")
 """Options of Compose that are followed by a value."""
 
 

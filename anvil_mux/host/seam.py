@@ -80,6 +80,10 @@ class HostConfig:
     runtime: str = "compose"
     generated_compose: str = ""
     """One more compose file, by its text: services that are generated for this host or its GPUs."""
+    resolved_compose: str = field(default="", repr=False)
+    """The content of ``files`` when the configuration was read; "": it is not known."""
+    compose_variables: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """The variables from which the secrets and configs of ``resolved_compose`` are taken."""
 
     @classmethod
     def of(cls, config: Config, host: str = "") -> HostConfig:
@@ -91,6 +95,8 @@ class HostConfig:
             files=() if host else config.files,
             runtime=config.runtime,
             generated_compose=config.generated_compose.get(host, ""),
+            resolved_compose="" if host else config.resolved_compose,
+            compose_variables={} if host else config.compose_variables,
         )
 
 

@@ -107,7 +107,8 @@ def test_a_file_that_says_something_else_is_told_under_the_setting_that_names_it
 
 def test_every_field_of_a_configuration_is_told_of_under_some_key():
     told = {name for key, setting in SETTINGS.items() for name in setting.fields_of(key)}
-    untold = {"backends", "files", "warnings", "origins", "said", "generated_compose"}
+    of_compose = {"generated_compose", "resolved_compose", "compose_variables"}
+    untold = {"backends", "files", "warnings", "origins", "said", *of_compose}
     assert {field.name for field in fields(Config)} - told == untold
     assert {field.name for field in fields(Backend)} >= set(LIVE)
 

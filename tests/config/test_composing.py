@@ -495,3 +495,65 @@ def test_compose_gives_the_narrowed_gpus_and_leaves_the_rest(tmp_path: Path, for
     assert "CUDA_VISIBLE_DEVICES" not in described["environment"]
     assert described["environment"]["OTHER"] == "$$x"
     assert [each["host_ip"] for each in described["ports"]] == ["127.0.0.1"]
+
+
+# What Compose is given later
+
+
+OF_ALL_KINDS = """
+name: p
+x-anvil: {gpus: ["0"]}
+services:
+  m:
+    image: x
+    command: [a, "b$$$$c ${D:-$$d}", on, "1_000", "0x1"]
+    environment: {E: "$$e", N: 1.50, T: true}
+    volumes: ["v:/v", "far:/far"]
+    networks: [inner, outer]
+    secrets: [s, named]
+    configs: [c]
+    x-anvil: {}
+volumes: {v: {}, far: {external: true, name: p_far}}
+networks: {inner: {}, outer: {name: other}}
+secrets: {s: {environment: SECRET}, named: {file: ./f, name: mine}}
+configs: {c: {environment: CONFIG}}
+"""
+
+
+@pytest.mark.skipif(not has_compose(), reason="needs the Docker Compose program")
+def test_files_are_kept_as_one_that_compose_reads_alike(tmp_path: Path) -> None:
+    file, kept = tmp_path / "compose.yaml", tmp_path / "state" / "resolved.yaml"
+    kept.parent.mkdir()
+    file.write_text(OF_ALL_KINDS)
+    (tmp_path / ".env").write_text("SECRET='s$x'\nOTHER=y\n")
+    environ = {name: os.environ[name] for name in ("PATH", "HOME")}
+    config = load([file], environ=environ, compose=run_compose)
+    assert config.compose_variables == {"SECRET": "s$x"}
+    assert "s$x" not in f"{config.resolved_compose}{config}"
+    assert (json.loads(config.resolved_compose)["x-files"], config.files) == ([str(file)], (str(file),))
+    kept.write_text(config.resolved_compose)
+
+    def compose(*argv: str) -> Any:
+        command = ["docker", "compose", *argv, "--profile", "*", "config", "--format", "json"]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return {key: value for key, value in json.loads(done.stdout).items() if not key.startswith("x-")}
+
+    place = ["--project-directory", str(tmp_path), "--env-file", os.devnull]
+    for project in ("p", "q"):
+        described = compose("-f", str(kept), *place, "-p", project)
+        assert described == compose("-f", str(file), "-p", project)
+        assert described["volumes"]["far"]["name"] == "p_far"
+        assert described["networks"]["inner"]["name"] == f"{project}_inner"
+
+
+def test_files_read_without_compose_are_not_kept(tmp_path: Path) -> None:
+    found = plain(tmp_path, OF_ALL_KINDS)
+    assert (found.resolved_compose, found.compose_variables) == ("", {})
+
+
+def test_other_hosts_are_not_given_the_files() -> None:
+    config = Config((), resolved_compose="{}", compose_variables={"A": "1"})
+    here, there = HostConfig.of(config), HostConfig.of(config, "b")
+    assert (here.resolved_compose, here.compose_variables) == ("{}", {"A": "1"})
+    assert (there.resolved_compose, there.compose_variables) == ("", {})

@@ -145,13 +145,14 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
 
 
 def test_the_tables_cover_the_dataclasses() -> None:
+    of_compose = {"generated_compose", "resolved_compose", "compose_variables"}
     for owner, table_of in ((Config, config.SETTINGS), (Backend, config.SERVICE_SETTINGS)):
         filled = [name for key, setting in table_of.items() for name in setting.fields_of(key)]
         beside = set(owner.__dataclass_fields__) - set(filled)
         assert len(filled) == len(set(filled)), "each field is filled by one setting"
         assert set(filled) <= set(owner.__dataclass_fields__)
         assert beside in (
-            {"backends", "files", "warnings", "origins", "said", "generated_compose"},
+            {"backends", "files", "warnings", "origins", "said", *of_compose},
             {"name", "service", "inherits"},
         )
 

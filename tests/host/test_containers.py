@@ -3,6 +3,7 @@
 import socket
 from dataclasses import replace
 from datetime import datetime, timezone
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -102,6 +103,29 @@ def test_an_image_that_is_not_built_is_named_with_the_command_that_builds_it(doc
     docker.refuses_create = ["whatever it says"]
     with pytest.raises(LoadError, match=r"docker compose -f /s/compose.yaml -f /s/more.yaml -p p build a"):
         runtime.start(built)
+
+
+def test_all_that_compose_is_asked_goes_by_the_files_in_force(docker, tmp_path):
+    asked = []
+
+    def run(argv, timeout):
+        asked.append([*argv])
+        return docker.run(argv, timeout)
+
+    environ = {"DOCKER_HOST": docker.host, "XDG_STATE_HOME": str(tmp_path)}
+    needing = replace(A, service=Service(needs=(("b", "service_started"),)))
+    config = replace(CONFIG, backends=(needing, B), resolved_compose="{}")
+    runtime = containers.ContainerRuntime(config, environ=environ, run=run)
+    docker.refuses_create, docker.on_up, docker.hash = ["x"], lambda name: docker.add("c1", name), "h"
+    runtime.prepare(needing, lambda: 30.0)
+    with pytest.raises(LoadError, match=r"docker compose -f /s/compose.yaml -f /s/more.yaml -p p build a"):
+        runtime.start(needing)
+    docker.containers[docker.add("c2")]["Config"]["Labels"]["com.docker.compose.config-hash"] = "h"
+    assert runtime.differs(needing) == ""
+    asked = [argv for argv in asked if "version" not in argv]
+    assert [argv[argv.index("*") + 1] for argv in asked] == ["up", "create", "config", "config"]
+    files = [[word for before, word in pairwise(argv) if before == "-f"] for argv in asked]
+    assert files == [[str(tmp_path / "anvil-mux" / "p" / "resolved.yaml")]] * 4
 
 
 REMAINS = (

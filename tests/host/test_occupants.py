@@ -16,6 +16,7 @@ from anvil_mux.errors import Cancelled, LoadError
 from anvil_mux.host import gpus as host_gpus
 from anvil_mux.host.local import LeftEngines, LocalHost
 from anvil_mux.host.notes import Notes
+from anvil_mux.host.occupants import find_occupants
 from anvil_mux.host.seam import MACHINE, HostConfig, Occupant
 from anvil_mux.state import state_folder
 from tests.host.test_processes import running
@@ -254,3 +255,35 @@ def test_left_engines_are_ended_by_the_command_whatever_was_lost(open_host, tmp_
     assert left.names == ["a"]
     left.stop()
     assert not any(map(running, pids))
+
+
+def compose_labels(**labels):
+    """The labels of a container of the service a that Compose has made for another project."""
+    labels = {"project": "q", "service": "a", "container-number": "1", **labels}
+    return {f"com.docker.compose.{name}": text for name, text in labels.items()}
+
+
+@pytest.mark.parametrize(
+    ("made_of", "text", "folder", "is_ours"),
+    [
+        ("/s/compose.yaml", None, "/s", True),
+        ("/s/other.yaml", None, "/s", False),
+        ("resolved.yaml", '{"x-files": ["/s/compose.yaml"]}', "/s", True),
+        ("resolved.yaml", '{"x-files": ["/s/other.yaml"]}', "/s", False),
+        ("resolved.yaml", None, "/s", True),
+        ("resolved.yaml", None, "/t", False),
+    ],
+)
+def test_a_container_that_was_made_of_our_file_keeps_its_gpu(
+    docker, tmp_path, made_of, text, folder, is_ours
+):
+    file = os.path.join(tmp_path, made_of)
+    if text is not None:
+        Path(file).write_text(text)
+    files = {"project.config_files": f"{file},/more.yaml", "project.working_dir": folder}
+    docker.containers[docker.add("c1")]["Config"]["Labels"] = compose_labels(**files)
+    config = HostConfig((A,), project="p", files=("/s/compose.yaml",))
+    environ = {"DOCKER_HOST": docker.host, "XDG_STATE_HOME": str(tmp_path)}
+    found = find_occupants(config, state_folder("p", environ), environ, lambda pid: None)
+    ours = [each for each in found if each.project == "q"]
+    assert [(each.backend, each.gpus) for each in ours] == ([("a", ("0",))] if is_ours else [])

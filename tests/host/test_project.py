@@ -15,11 +15,6 @@ from tests.host.docker_stand_in import CONFIG, PATIENCE, A, B, replica
 from tests.host.test_processes import gone
 
 
-def test_a_command_of_compose_names_the_project_and_its_files():
-    words = ["-f", "/s/compose.yaml", "-f", "/s/more.yaml", "-p", "p", "--profile", "*", "config"]
-    assert project.compose_command(CONFIG, "config") == ["docker", "compose", "--ansi", "never", *words]
-
-
 def test_commands_speak_to_the_engine_that_we_have_found(docker, tmp_path, monkeypatch):
     monkeypatch.setattr(docker_api, "DOCKER_SOCKET", str(tmp_path / "none.sock"))
     program = tmp_path / "docker"
