@@ -106,7 +106,9 @@ class GroupFacts(Swaps):
         return slot.state == "draining" or slot.ttl is not None or comes_back or may_go
 
     def _matters_to_replicas(self, slot: Slot, now: float) -> bool:
-        """Whether a queue may have a better place then, or a busy model another replica."""
+        """Whether a queue may have a better place then, or a busy model another replica, or one too many."""
+        if self.models[slot.model].replicas and self.models[slot.model].is_coming:
+            return True
         for model in self.routed:
             if model.queue.tickets and model.is_spread:
                 return True

@@ -151,7 +151,7 @@ def draw(seed: int) -> tuple[SmallWorld, str]:
 def walk(seed: int, most: int = FACTS) -> tuple[tuple[Fact, ...], list[Violation]]:
     """The history of a seed, and what is wrong with it."""
     world, policy = draw(seed)
-    rng, trial = random.Random(-seed - 1), Trial(world, policy)
+    rng, trial = random.Random(-seed - 1), Trial(world, policy, early=random.Random(seed))
     while len(trial.history) < most and not (trial.is_over or trial.wrong):
         facts = list(trial.facts())
         kinds = sorted({fact[0] for fact in facts})
@@ -169,7 +169,7 @@ def _judged(trial: Trial) -> list[Violation]:
 
 def replayed(seed: int, facts: Sequence[Fact]) -> list[Violation]:
     """What is wrong with a history in the world of a seed; nothing if it cannot come to that."""
-    trial = Trial(*draw(seed))
+    trial = Trial(*draw(seed), early=random.Random(seed))
     for fact in facts:
         if trial.is_over or trial.wrong:
             break

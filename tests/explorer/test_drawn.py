@@ -10,7 +10,7 @@ KNOWN = (
     *(455725396860, 455725397522, 455725398620, 455725400316, 455725401011),
     *(777000113, 777000554, 777001692, 777002265, 885203417216, 231761785204, 231761783918),
     *(422198017192, 422198019546, 422198017387, 101367459706),
-    *(231761786468, 78573739948, 78573740947, 101367460512),
+    *(231761786468, 78573739948, 78573740947, 101367460512, 5158),
 )
 """Seeds of walks on which something was wrong once."""
 
@@ -43,6 +43,12 @@ def test_what_is_planted_is_found_and_shrunk_and_printed(monkeypatch, capsys):
     assert replayed(seed, fewer)[0].invariant == wrong[0].invariant
     assert main(["--minutes", "0.01", "--seed", str(seed)]) == 1
     assert f"seed {seed}" in capsys.readouterr().out
+
+
+def test_forgotten_moment_is_found_by_asking_early(monkeypatch):
+    monkeypatch.setattr(state.GroupState, "reached", lambda _, moment, now: moment <= now)
+    found = (wrong for seed in range(100) for wrong in walk(seed)[1])
+    assert "15" in (each.invariant for each in found)
 
 
 def test_facts_that_cannot_come_are_no_history():

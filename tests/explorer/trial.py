@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Iterator, Sequence
+from random import Random
 from types import FrameType
 from typing import NamedTuple
 
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.scheduler import Scheduler
-from anvil_mux.scheduler.slot import Effects, Load, Ticket
+from anvil_mux.scheduler.slot import Effects, Load, Ticket, Wait
 from tests.explorer.form import EPOCH, form
+from tests.explorer.saved import SavedState
 from tests.explorer.subject import REQUESTS, MakeScheduler, Subject
 from tests.explorer.witness import Violation, Witness
 from tests.explorer.worlds import Fact, SmallWorld
@@ -50,8 +52,16 @@ class _Reaction(NamedTuple):
 class Trial:
     """One history, from the beginning of a world."""
 
-    def __init__(self, world: SmallWorld, policy: str, make: MakeScheduler = Scheduler) -> None:
+    def __init__(
+        self,
+        world: SmallWorld,
+        policy: str,
+        make: MakeScheduler = Scheduler,
+        early: Random | None = None,
+    ) -> None:
         self.world, self.policy = world, policy
+        self._early = early
+        """Draws the moments at which the scheduler is asked before the one that it named; None: it is not."""
         self.history: list[Fact] = []
         self.now = EPOCH
         configs = world.under(policy)
@@ -108,6 +118,8 @@ class Trial:
     def _wait_until(self, moment: float) -> None:
         while not self.is_over:
             soonest = min([each.ask_at for each in self._subjects])
+            if self._early:
+                self._ask_early(min(soonest, moment))
             if soonest > moment:
                 break
             is_past = soonest <= self.now
@@ -116,6 +128,21 @@ class Trial:
             if is_past and not self.is_over and min([each.ask_at for each in self._subjects]) <= self.now:
                 self._fail("14", "time has passed, and the scheduler names the same moment again")
         self.now = max(self.now, moment)
+
+    def _ask_early(self, until: float) -> None:
+        """Ask all GPU groups at a random moment before ``until``: that changes nothing (15)."""
+        if self.is_over or not self.now < until < math.inf:
+            return
+        assert self._early is not None
+        moment, begins = self.now + (until - self.now) * self._early.random(), len(self.log)
+        saved = SavedState(self._main)
+        steps = [each.next_step(moment) for each in self._main.core.layout.groups]
+        told = [str(step) for step in steps if not isinstance(step, Wait)]
+        told += [f"{event.kind} {event.model}" for event in self.log[begins:] if event.kind != "deferred"]
+        saved.put_back()
+        if told:
+            early = until - moment
+            self._fail("15", f"asked {early:g} s before something is to be done: {', '.join(told)}")
 
     # Facts
 
