@@ -66,6 +66,7 @@ class GroupFacts(Swaps):
         if self.emit_leases:
             size, cause = len(slot.holders), None if whole else INCOMPLETE
             self.emit(Event(now, "released", ticket.model, slot.name, ticket.id, size, cause=cause))
+        waited = bool(model.queue.tickets)
         if model.limited and slot.state == "ready":
             self.fill_places(model, now)
         if replicas and not slot.holders and slot.state == "ready":
@@ -75,7 +76,8 @@ class GroupFacts(Swaps):
             return True
         if self.deferred:
             self._reopen(slot)
-        return is_sooner or self._matters(slot, now)
+        is_over = waited and not model.queue.tickets  # what it keeps in standby may be demoted
+        return is_sooner or is_over or self._matters(slot, now)
 
     def _reopen(self, slot: Slot) -> None:
         """Have the policy asked again, now that a lease has ended, where it says that this may matter."""
