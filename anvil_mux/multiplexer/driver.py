@@ -295,17 +295,30 @@ class SchedulerDriver:
             self.clock.spawn(partial(self._perform, job), f"step-{job.step.backend}")
         except (RuntimeError, MemoryError) as error:
             why = f"no thread can be started: {error}"
-            if isinstance(job.step, Load):
-                self.tell(self.scheduler.load_failed, job.step, error=LoadError(why))
-            else:
-                self.tell(self.scheduler.evict_failed, job.step, why=why)
+            with self._reporting(job.step):
+                if isinstance(job.step, Load):
+                    self.tell(self.scheduler.load_failed, job.step, error=LoadError(why))
+                else:
+                    self.tell(self.scheduler.evict_failed, job.step, why=why)
+
+    @contextmanager
+    def _reporting(self, step: Step) -> Iterator[None]:
+        """Report a step as failed if its report raises, in the scheduler or in what it was told.
+
+        A step without an end would leave its backend as it is for ever.
+        """
+        try:
+            yield
+        except Exception as error:
+            log.exception("the end of a step on %s could not be reported", step.backend)
+            self.tell(self.scheduler.report_failed, step, why=_text(error))
 
     # A step
 
     def _perform(self, job: Job) -> None:
         """Perform a step and report how it ended; the life of its thread."""
         step, backend = job
-        try:
+        with self._reporting(step):
             match step:
                 case Load():
                     self._load(step, backend)
@@ -313,9 +326,6 @@ class SchedulerDriver:
                     self._evict(step, partial(self._host.evict, backend, level))
                 case Demote(_, level, to):
                     self._evict(step, partial(self._host.demote, backend, level, to))
-        except Exception as error:  # in the scheduler, or in what it was told; without an end it is wedged
-            log.exception("the end of a step on %s could not be reported", step.backend)
-            self.tell(self.scheduler.report_failed, step, why=_text(error))
 
     def _load(self, step: Load, backend: Backend) -> None:
         try:

@@ -315,6 +315,38 @@ def test_a_step_whose_report_is_a_mistake_has_failed_and_wedges_nothing(fact, se
 
 
 @SEEDS
+def test_step_that_cannot_begin_is_reported_although_a_report_fails(seed, monkeypatch, caplog):
+    def main(stage):
+        driver = stage.mux.overview._driver
+        scheduler, spawn, fail = type(driver.scheduler), driver.clock.spawn, ["thread", "report"]
+        load_failed = scheduler.load_failed
+
+        def spawn_later(run, name):
+            if name.startswith("step-") and "thread" in fail:
+                fail.remove("thread")
+                raise RuntimeError("can't start new thread")
+            return spawn(run, name)
+
+        def report_later(self, step, now, error):
+            if "report" in fail:
+                fail.remove("report")
+                raise KeyError("a mistake")
+            return load_failed(self, step, now, error)
+
+        monkeypatch.setattr(driver.clock, "spawn", spawn_later)
+        monkeypatch.setattr(scheduler, "load_failed", report_later)
+        stage.request(0.0, "a")
+        stage.clock.sleep(100.0)
+        last = stage.request(0.0, "a")
+        stage.clock.sleep(100.0)
+        assert last.leased
+        assert not fail
+        assert "could not be reported" in caplog.text
+
+    Stage(seed=seed).play(main)
+
+
+@SEEDS
 def test_what_ran_before_is_leased_without_a_load(seed):
     def main(stage):
         running = {"a": "http://127.0.0.1:9001", "b": "http://127.0.0.1:9002", "x": "http://127.0.0.1:9003"}
