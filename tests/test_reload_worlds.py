@@ -13,6 +13,7 @@ from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.layout import BY_NAME, Layout
 from anvil_mux.scheduler.model import settings_of
 from anvil_mux.scheduler.slot import FoundBackend, Load
+from anvil_mux.scheduler.state import order
 from tests.lab.facts import Death, HostBack, HostGone, HostLost, PauseBegun, PauseEnded, Reload, Unloading
 from tests.lab.test_simulate import one
 from tests.multiplexer.stage import Player
@@ -415,7 +416,7 @@ def audit(layout):
         assert layout.of_model[name] in own
         assert model.queue_group == (layout.of_model[name].name if len(own) > 1 else "")
         assert (name in layout.spread) == (len(own) > 1)
-        assert model.slots == [slot for group in groups for slot in group.own_slots.get(name, ())]
+        assert model.slots == sorted((slot for group in own for slot in group.own_slots[name]), key=order)
         assert model.ready == [slot for slot in model.slots if slot.model == name and slot.serves]
         own = [slot for slot in model.slots if slot.model == name]
         assert model.active == dict.fromkeys(s for s in own if s.coming or s.state != "stopped")
