@@ -106,6 +106,8 @@ class ContainerRuntime:
         self._engine = ContainerEngine(endpoint)
         self._project = Project(config, self._engine)
         self._looked = False  # whether ``running`` was called
+        self._unreached = ""
+        """Why the engine did not answer the last ping; "": it did."""
         self._brought_up: set[str] = set()
         """The services on which others depend that were started here; any thread adds one."""
         # Two `compose create` at once would both make the project's network.
@@ -119,7 +121,16 @@ class ContainerRuntime:
         self._project.watch(tell)
 
     def problem(self) -> str:
-        return self._project.problem
+        return self._project.problem or self._unreached
+
+    def ping(self) -> str:
+        why = ""
+        try:
+            self._engine.ping()
+        except MuxError as error:
+            why = error.message
+        self._unreached = why
+        return why
 
     def close(self) -> None:
         self._project.close()

@@ -272,6 +272,10 @@ class LocalHost:
     def problem(self) -> str:
         return self.runtime.problem()
 
+    def ping(self) -> str:
+        """Return why no service can be started or stopped now; "" if they can. See ``seam.Runtime``."""
+        return self.runtime.ping()
+
     def own_memory(self) -> int:
         """The bytes that this process could ever have."""
         return gpus.own_memory()

@@ -538,5 +538,8 @@ class Runtime(Protocol):
     def problem(self) -> str:
         """Why services cannot be started or stopped now, as far as ``watch`` knows; "" if they can."""
 
+    def ping(self) -> str:
+        """Return why the program that starts and stops services does not answer; "" if it does."""
+
     def close(self) -> None:
         """Ends ``watch`` and frees what this object holds; engines run on."""

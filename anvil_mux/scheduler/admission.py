@@ -665,6 +665,8 @@ def _obstacle(state: GroupState, slot: Slot, now: float) -> MuxError | None:
         return GpuMemoryShort(f"{slot.name} is not loaded: {theirs}, which is left to them (`yield`).")
     if slot.state not in ("stopped", "standby", "stuck") or (slot.leaving and slot.state != "stuck"):
         return None
+    if state.host.is_away and not state.host.name:  # whoever waits for another host is told that by `why`
+        return HostUnavailable(f"{slot.name} cannot be loaded now: {state.host.why}")
     for other in state.slots.values():
         if other.state == "stuck" and (other is slot or other.holds.keys() & slot.holds.keys()):
             return _stuck(other, slot, now)

@@ -48,9 +48,9 @@ KINDS = {
     "paused": "all models are drained and stopped, and none is loaded for `seconds`, or until somebody "
     "resumes; repeated when the end of the pause is changed",
     "resumed": "models may be loaded again; the `cause` is resumed (by hand) or pause_over",
-    "host_away": "the agent of a host does not answer: its engines go on serving, but nothing is loaded or "
-    "evicted there",
-    "host_heard": "the agent of a host that was away answers again",
+    "host_away": "the agent of a host, or the container engine of our own, does not answer: engines go on "
+    "serving, but nothing is loaded or evicted there",
+    "host_heard": "what did not answer there answers again",
     "reloaded": "a new configuration took effect; the `detail` of its `cause` says what changed",
     "reload_failed": "a new configuration was refused for a `cause`, and nothing changed",
 }

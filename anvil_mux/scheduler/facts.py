@@ -224,6 +224,7 @@ class GroupFacts(Swaps):
             is_planned = swap.target or swap.severs == POLICY or swap.cause.kind == "surplus"
             if is_planned and not (swap.target and swap.target.state in LOADING):
                 self.call_off(swap, now)
+        self.fail_refused(now)
 
     def host_lost(self, now: float) -> None:
         """Sever all leases and end all swaps there; the queues go elsewhere, or fail."""

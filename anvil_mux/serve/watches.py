@@ -1,11 +1,14 @@
 """The watches over hosts: what is heard of each, whether it is lost, and how it is back.
 
-The own host is always there: its news are read, and handed to whom they concern. A host of the cluster may be
-lost. Two witnesses are needed before a host is taken as lost: its agent does not answer, and none of the
-engines that serve there answers a question over HTTP. While only the agent is silent control is away:
-requests go on, and nothing is begun there. Where no engine serves, an agent that is silent is lost if the way
-to the others is open, or after ``ALONE_SECONDS``. A load goes on without its agent, and is waited for again
-when that is back: where only an engine is being loaded the host is lost after ``LOADING_SECONDS``.
+The own host is always there: its news are read, and handed to whom they concern. While its container engine
+does not answer it counts as away: no swap begins, and what would need one fails with the reason.
+
+A host of the cluster may be lost. Two witnesses are needed before a host is taken as lost: its agent does not
+answer, and none of the engines that serve there answers a question over HTTP. While only the agent is silent
+control is away: requests go on, and nothing is begun there. Where no engine serves, an agent that is silent
+is lost if the way to the others is open, or after ``ALONE_SECONDS``. A load goes on without its agent, and is
+waited for again when that is back: where only an engine is being loaded the host is lost after
+``LOADING_SECONDS``.
 
 ========  ============  ==============================================================================
 agent     engines       the host is
@@ -59,7 +62,9 @@ from anvil_mux.scheduler.waits import Progress
 from anvil_mux.serve.files import Known, as_text
 from anvil_mux.serve.hosts import Adoption, ConfiguredHosts, Waker, broadcast, take_stock
 
-NEWS_SECONDS = 5.0
+CONTROL_SECONDS = 2.0
+"""Seconds between two pings of the container engine of the own host."""
+NEWS_SECONDS = 2.0
 """How long the own host is asked to wait for news, before it is seen to again."""
 POLL_SECONDS = 2.0
 """How long the agent is asked to wait for news."""
@@ -113,6 +118,7 @@ class HostWatches:
         """Why the cluster did not answer when it was asked last; "": it answered."""
         self._problems: dict[str, str] = {}
         """Why hosts cannot be used, as it was told last."""
+        self._control_due = 0.0
         self._learned: tuple[Known, int, Config | None] = Known(), 0, None
 
         def started(backend: Backend) -> None:
@@ -171,7 +177,17 @@ class HostWatches:
         """Hear of the own host once, and take over what could not be seen to run there before."""
         if "" in self._adoption.blind:
             self._adoption.begin("", self._mux.overview.config.backends)
+        else:
+            self._check_control()
         return self._news.read()
+
+    def _check_control(self) -> None:
+        """Begin nothing on the own host while the container engine does not answer; its engines serve on."""
+        now = self._clock.now()
+        if now >= self._control_due:
+            why = self._hosts.local.ping()
+            self._control_due = self._clock.now() + CONTROL_SECONDS
+            self._mux.tell(self._mux.scheduler.host_away, "", away=bool(why), why=why)
 
     # Which hosts there are
 

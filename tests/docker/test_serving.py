@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.docker.conftest import Stack
+from tests.docker.conftest import Engine, Stack
 from tests.docker.served import (
     BUSYBOX,
     ENDLESS,
@@ -247,8 +247,8 @@ def test_while_dockerd_is_away_it_says_so_and_when_it_is_back_requests_work_agai
     with served(stack) as mux:
         assert ask(mux, "model-1") == ""
         own_engine.stop()
-        for model in ("model-2", "model-1"):
-            assert_docker_is_missed(mux.chat(model))
+        assert_docker_is_missed(mux.chat("model-2"))
+        assert mux.chat("model-1")[0] in (502, 503), "its container has ended with dockerd"
         assert mux.request("GET", "/v1/models", timeout=QUICK)[0] == 200
         eventually(lambda: mux.request("GET", "/readyz", timeout=QUICK)[0] == 503)
         status, _, text = mux.request("GET", "/healthz", timeout=QUICK)
@@ -260,6 +260,21 @@ def test_while_dockerd_is_away_it_says_so_and_when_it_is_back_requests_work_agai
         for model in stack.models:
             assert ask(mux, model) == ""
             assert stack.up() == {model}
+
+
+def test_socket_that_is_away_is_reported_and_the_resident_stays(llamacpp_compose, tmp_path, engine):
+    link = tmp_path / "docker.sock"
+    link.symlink_to(engine.host.removeprefix("unix://"))
+    stack = llamacpp_compose(tmp_path, models=2, engine=Engine(f"unix://{link}"))
+    with served(stack) as mux:
+        assert ask(mux, "model-1") == ""
+        aside = link.rename(tmp_path / "aside")
+        eventually(lambda: mux.request("GET", "/healthz", timeout=QUICK)[0] == 503)
+        assert_docker_is_missed(mux.chat("model-2"))
+        assert ask(mux, "model-1") == ""
+        aside.rename(link)
+        eventually(lambda: mux.request("GET", "/healthz", timeout=QUICK)[0] == 200)
+        assert ask(mux, "model-2") == ""
 
 
 @pytest.mark.parametrize("moment", ["draining", "loading"])

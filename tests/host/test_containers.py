@@ -184,6 +184,15 @@ def test_docker_that_is_away_says_how_to_reach_it(docker, runtime):
         runtime.start(A)
 
 
+def test_runtime_whose_socket_is_away_has_a_problem_until_it_is_back(docker, runtime):
+    assert (runtime.ping(), runtime.problem()) == ("", "")
+    elsewhere = docker.path.rename(docker.path.with_name("elsewhere"))
+    assert runtime.ping().startswith("Cannot connect to the Docker daemon")
+    assert runtime.problem() == runtime.ping()
+    elsewhere.rename(docker.path)
+    assert (runtime.ping(), runtime.problem()) == ("", "")
+
+
 def test_a_port_that_another_program_has_is_said_plainly(docker, runtime):
     docker.add("c1", status="exited")
     with socket.create_server(("127.0.0.1", 0)) as theirs:

@@ -640,9 +640,9 @@ def test_on_a_host_that_is_away_requests_go_on_and_nothing_is_begun():
     assert fleet.kinds(501.0) == ["host_heard", "draining a", "severed a", "evicting a"]
 
 
-def draining_for_b(*more):
+def draining_for_b(*more, host="h"):
     """A host on which a drains its stream for the queue of b; and that stream."""
-    fleet = Fleet(on("h", "a"), on("h", "b"), *more, drain_timeout=600.0, queue_timeout=3600.0)
+    fleet = Fleet(on(host, "a"), on(host, "b"), *more, drain_timeout=600.0, queue_timeout=3600.0)
     for name in ("a", "c") if more else ("a",):
         fleet.core.adopted(name, 0.0)
     stream = fleet.request("a", 1.0)
@@ -662,6 +662,21 @@ def test_drain_on_a_host_that_goes_away_is_called_off():
     assert stream.severed is None
     fleet.take(fleet.core.host_away("h", 800.0, False))
     assert fleet.kinds(800.0)[:2] == ["host_heard", "draining a"]
+
+
+def test_own_host_that_goes_away_serves_on_and_refuses_what_needs_a_swap():
+    fleet, stream = draining_for_b(host="")
+    [waiting] = fleet.core.layout.models["b"].queue
+    fleet.take(fleet.core.host_away("", 3.0, True, "Docker does not answer"))
+    assert fleet.state("a") == "ready"
+    assert fleet.request("a", 4.0).backend == "a"
+    for ticket in (waiting, fleet.request("b", 4.0)):
+        assert ticket.error.code == "host_unavailable"
+        assert ticket.error.message == "b cannot be loaded now: Docker does not answer"
+    assert stream.severed is None
+    fleet.take(fleet.core.host_away("", 5.0, False))
+    fleet.request("b", 6.0)
+    assert fleet.state("a") == "draining"
 
 
 def test_queue_of_a_drain_on_a_host_that_goes_away_is_served_elsewhere():
