@@ -278,6 +278,8 @@ class GpuGroup(GroupFacts):
             is_over = model.ready or model.is_coming or model.queue.tickets
             if is_over or self.reached(since + HINT_SECONDS, now):
                 del hints[name]
+            elif any(swap.cause == Cause("make_room", name) for swap in self.swaps_of(model)):
+                continue  # nobody else goes for it meanwhile
             elif model.is_spread and nearest(self.groups_of(model), model, now) is not self:
                 continue
             elif planned := plan(self, model, set(), now, self._unhinted(now)):

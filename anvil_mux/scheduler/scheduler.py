@@ -510,7 +510,9 @@ class Scheduler:
             gone, groups = exchange.gone, {*still, *self._exchanged(exchange, now)}
         for group in gone:
             _collect(group, found)
-        asked = sorted(groups, key=BY_NAME)
+        layout = self.layout
+        hinted = [group for name in layout.hints for group in layout.groups_of.get(name, ())]
+        asked = sorted({*groups, *hinted}, key=BY_NAME)  # where a hinted model goes, others may decide
         if self.layout.spread:
             asked = self._with_siblings(asked, now)
         while asked:
@@ -567,7 +569,7 @@ class Scheduler:
         layout = self.layout
         slots = [slot for slot in model.active if slot.coming or slot.state == "standby" or model.bounded]
         where = [layout.of_model[model.name], *(layout.of_backend[slot.name] for slot in slots)]
-        return where + [group for group in layout.groups_of[model.name] if group.preloads]
+        return where + [group for group in layout.groups_of[model.name] if group.preloads or group.homes]
 
     def _moved(self, groups: Iterable[GpuGroup], now: float) -> list[Model]:
         """The models with backends in several groups that are not as they were when these were last asked.
