@@ -1,6 +1,10 @@
 """Containers of engines that a person handles with Docker's own commands while anvil-mux serves them."""
 
-from tests.docker.served import served
+from contextlib import suppress
+
+import openai
+
+from tests.docker.served import ENDLESS, FOREVER, client_of, served, stream
 from tests.docker.test_deaths import docker
 from tests.running import Running, seen
 
@@ -41,6 +45,20 @@ def test_a_container_that_is_restarted_by_hand_is_never_beside_another(llamacpp_
         mux.tells("model-1.* died: ")
         assert mux.chat("model-2")[0] == 200
         assert seen(stack.up, lambda names: names == {"model-2"}) == {"model-2"}
+
+
+def test_a_container_that_is_restarted_in_mid_stream_is_never_beside_another(llamacpp_compose, tmp_path):
+    stack = llamacpp_compose(tmp_path, services={"model-1": ENDLESS}, models=2)
+    with served(stack) as mux, client_of(mux) as client:
+        for _ in range(3):
+            assert seen(lambda: mux.chat("model-1")[0], lambda status: status == 200) == 200
+            with suppress(openai.APIError), stream(client, "model-1", FOREVER) as answer:
+                next(answer)
+                docker(stack, "restart", "-t", "1", stack.container("model-1"))
+                for _ in answer:
+                    pass
+            assert mux.chat("model-2")[0] == 200
+            assert seen(stack.up, lambda names: names == {"model-2"}) == {"model-2"}
 
 
 def test_why_tells_of_a_container_that_is_paused_by_hand(llamacpp_compose, tmp_path):
