@@ -5,6 +5,7 @@ at random moments, in the worlds of tests/test_hardship.py, with hints and home 
 """
 
 import copy
+import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -60,9 +61,10 @@ class AskedEarly(World):
 
 
 def copied(scheduler):
-    """A copy of a scheduler that shares with it what never changes."""
+    """Return a copy of a scheduler that shares with it what never changes, and the numbers of steps."""
     settings = scheduler.layout.settings
-    fixed = [settings.config, *settings.config.backends, *_mappings(settings)]
+    counts = [each for each in vars(scheduler).values() if isinstance(each, itertools.count)]
+    fixed = [settings.config, *settings.config.backends, *_mappings(settings), *counts]
     return copy.deepcopy(scheduler, {id(each): each for each in fixed})
 
 
