@@ -119,10 +119,17 @@ class Admission(GroupState):
         elif not model.replicas:  # else others may be answered elsewhere
             model.demand.overlapping += 1
         self.lease(model, slot, ticket, now)
+        is_asked = self.may_choose  # who is evicted depends on who is in use
         if model.replicas is None:
-            return False
+            return is_asked
         completes = self.complete(model, now)
-        return completes or (ticket.takes_lease and self.may_spill(model, now))
+        return is_asked or completes or (ticket.takes_lease and self.may_spill(model, now))
+
+    @property
+    def may_choose(self) -> bool:
+        """Whether a swap is held back here for which one of several backends is loaded or evicted."""
+        held = self.deferred.values()
+        return bool(held) and (bool(self.routed) or any(len(each.residents) > 1 for each in held))
 
     def may_spill(self, model: Model, now: float) -> bool:
         """Whether loading another backend of a busy model may be worth it, in any GPU group."""

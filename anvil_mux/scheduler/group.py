@@ -167,14 +167,17 @@ class GpuGroup(GroupFacts):
             return Wait(FOREVER)
         if self.is_out_of_reach:
             return self.advance(now) or Wait(FOREVER)
-        self._clear(now)
-        if self.bounded:
-            self._give_up_surplus(now)
         while True:
             self.soonest = FOREVER
+            self._clear(now)
+            if self.bounded:
+                self._give_up_surplus(now)
+            under_way = len(self.swaps)
             step = self.advance(now) if self.swaps else None
             if step := step or self._retry_stuck(now) or self._demote_due(now):
                 return step
+            if len(self.swaps) < under_way:
+                continue  # who was reprieved may have to go for another reason
             models = waiting(self)
             if not (
                 self._evict_idle(now)

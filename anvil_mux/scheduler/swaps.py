@@ -256,7 +256,7 @@ class Swaps(Admission):
             for victim in resident:  # the victims before them freed more than was known
                 swap.victims.remove(victim)
                 self._reprieve(victim, now)
-            return None
+            resident = []
         if any(victim.is_endless for victim in resident):
             return None  # as long as nobody was evicted all of them may be reprieved
         if any(victim.state == "ready" for victim in resident):
