@@ -78,6 +78,8 @@ LEAST_SECONDS = 60.0
 """The least bound: that of a queue whose round takes half as long, or less."""
 CHOICE_SECONDS = 150.0
 """The most by which a bound is longer than a round."""
+CANCEL_SECONDS = 1.0
+"""How long a load that is cancelled is taken to go on: longer than it takes where nothing is cancelled."""
 MOST_ANSWERS = 5
 """How many of the answers that are waited for are named."""
 MOST_HOSTS = 5
@@ -419,8 +421,9 @@ def _seconds_before(state: GroupState, slot: Slot, now: float) -> float:
             continue  # its load is cancelled for this queue
         load = cost_of(state, swap, swap.target).seconds if swap.target else 0.0
         longest = max(longest, usual_drain(state, swap.victims) + load)
-    makes_way = any(is_unwanted(state, swap, now) for swap in before)
-    return max(longest, 0.0) if longest > 0.0 or makes_way else math.inf
+    if any(is_unwanted(state, swap, now) for swap in before):
+        longest = max(longest, CANCEL_SECONDS)
+    return longest if longest > 0.0 else math.inf
 
 
 def _is_blocked(state: GroupState, slot: Slot) -> bool:

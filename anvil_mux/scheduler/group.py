@@ -466,8 +466,10 @@ class GpuGroup(GroupFacts):
         if not self.host.is_cleared and self.config.yield_above is None:
             return
         slots = [slot for slot in self.slots.values() if not slot.backend.url and self.must_go(slot)]
-        for slot in [slot for slot in slots if slot.coming and slot.state != "cancelling"]:
-            self.give_up(slot, now, self._why_gone(slot))  # makes victims ready which only drained
+        coming = [slot for slot in self.slots.values() if slot.coming and slot.state != "cancelling"]
+        for slot in coming:  # one that is pinned stays, but is not loaded
+            if slot in slots or (slot.state != "loading" and self.left_gpu(slot)):
+                self.give_up(slot, now, self._why_gone(slot))  # makes victims ready which only drained
         for slot in slots:
             if slot.state == "ready":
                 if not slot.host.is_cleared:

@@ -402,6 +402,11 @@ class Model:
         able = [slot for slot in found if slot.state != "loading" or not self.queue.tickets]
         return min(able, key=_loss, default=None)
 
+    @property
+    def counted(self) -> int:
+        """How many backends are resident or coming, of a model of which only so many may be."""
+        return sum([_counts(slot) for slot in self.active]) if self.bounded else 0
+
     def _is_too_many(self, slot: Slot) -> bool:
         most = slot.backend.most
         return most is not None and _counts(slot) and len(self._counted(slot)) > most

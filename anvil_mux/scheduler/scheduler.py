@@ -71,9 +71,10 @@ class _SharedState(NamedTuple):
     waits: bool
     ready: int
     is_coming: bool
+    counted: int
 
 
-_UNSEEN = _SharedState("", waits=False, ready=0, is_coming=False)
+_UNSEEN = _SharedState("", waits=False, ready=0, is_coming=False, counted=0)
 
 
 P = ParamSpec("P")
@@ -590,7 +591,7 @@ class Scheduler:
             waits, is_coming = bool(model.queue.tickets), model.is_coming
             if waits and not is_coming:
                 layout.place_queue(model, now, where if before.waits and not before.is_coming else None)
-            seen = _SharedState(model.queue_group, waits, len(model.ready), is_coming)
+            seen = _SharedState(model.queue_group, waits, len(model.ready), is_coming, model.counted)
             drains = seen.waits and seen.is_coming and not roomy.isdisjoint(where) and not model.is_loading
             if seen != before or drains:
                 changed.append(model)

@@ -323,11 +323,13 @@ class GroupState:
     def loadable(self, model: Model, now: float) -> list[Slot]:
         """The backends of a model here that could be loaded now, were their GPUs free."""
         own = self.own_slots[model.name]
+        stuck = {gpu for slot in self.placement.active if slot.state == "stuck" for gpu in slot.holds}
         found = [
             slot
             for slot in own
             if self.takes_loads(slot)
             and not slot.leaving
+            and stuck.isdisjoint(slot.holds)
             and (slot.state == "standby" or (slot.state == "stopped" and self.reached(slot.retry_at, now)))
         ]
         return [slot for slot in found if model.may_come(slot)] if model.bounded else found
@@ -597,7 +599,9 @@ def _free_places(state: GroupState, model: Model, swap: SwapInProgress, now: flo
 
 def _goes_first(state: GroupState, other: Model, model: Model, now: float) -> bool:
     """Whether a queue that waits is to have the GPUs that it waits for, before that of ``model``."""
-    if other.queue.overdue_at <= now and (model.queue.overdue_at > now or age(other) < age(model)):
+    if model.queue.overdue_at <= now:
+        return other.queue.overdue_at <= now and age(other) < age(model)
+    if other.queue.overdue_at <= now:
         return True
     return plan(state, other, state.busy_gpus(), now, state.staying(now)) is not None
 
