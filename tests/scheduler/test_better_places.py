@@ -353,3 +353,23 @@ def test_a_queue_goes_where_no_resident_may_stay(tie):
     trace = [Arrival(0.0, "x", 1.0), Arrival(20.0, "z", 10.0), Arrival(21.0, "m", 1.0)]
     log = played(trace, *REPLICAS, x, Z, *tie, resident=("z",))
     assert of(log, "evicting") == [(30.0, "evicting z")]
+
+
+def test_target_that_fits_after_all_is_loaded_beside_victims_in_standby():
+    """``x`` was to leave for ``new``, and what ``asleep`` keeps as well, until others left the GPU."""
+    driver = Driver(
+        backend("x", vram=4),
+        backend("asleep", vram=4, evict_to=("sleep",)),
+        backend("new", vram=5),
+        gpus=TEN,
+        drain_timeout=30.0,
+    ).with_resident("x")
+    assert driver.core.adopt_standby("asleep", 0.0, "sleep", {"0": 1})
+    driver.core.memory_seen({"0": 5}, 0.5)
+    lease = driver.request("x", 1.0)
+    assert driver.asked("new", 2.0) == []
+    assert driver.state("x") == "draining"
+    driver.core.memory_seen({"0": 0}, 3.0)
+    assert driver.steps(3.0) == ["load new"]
+    assert driver.state("x") == "ready"
+    driver.core.release(lease, 4.0)
