@@ -4,6 +4,7 @@ import pytest
 
 from anvil_mux.scheduler import state
 from tests.explorer.drawn import draw, main, replayed, shrunk, walk
+from tests.explorer.trial import BY_GROUP
 
 WALKS = 50
 KNOWN = (
@@ -17,6 +18,10 @@ KNOWN = (
 """Seeds of walks on which something was wrong once."""
 
 
+BY_GROUP_ONLY = (1000003435, 1000004517)
+"""Seeds of walks that differ in what belongs to the GPU group in which a queue stands."""
+
+
 @pytest.mark.parametrize("first", range(0, 8 * WALKS, WALKS))
 def test_nothing_is_wrong_on_a_walk(first):
     assert {seed: wrong for seed in range(first, first + WALKS) if (wrong := walk(seed)[1])} == {}
@@ -25,6 +30,11 @@ def test_nothing_is_wrong_on_a_walk(first):
 @pytest.mark.parametrize("seed", KNOWN)
 def test_nothing_is_wrong_on_a_known_walk(seed):
     assert walk(seed)[1] == []
+
+
+@pytest.mark.parametrize("seed", BY_GROUP_ONLY)
+def test_difference_by_group_is_told_from_others(seed):
+    assert [each.invariant for each in walk(seed)[1]] == [BY_GROUP]
 
 
 def test_a_seed_is_always_the_same_world_and_the_same_walk():

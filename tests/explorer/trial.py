@@ -24,6 +24,8 @@ from tests.explorer.worlds import Fact, SmallWorld
 
 MOST_CPU_SECONDS = 1.0
 """The CPU time of one call of the scheduler. It takes a thousandth of that; after it, it is endless."""
+BY_GROUP = "13, by group"
+"""The word for a violation of 13 that ends when queues stand in no GPU group."""
 LOAD_SECONDS, EVICT_SECONDS, LEASE_SECONDS = 10.0, 1.0, 20.0
 """How long things take when everything goes well."""
 MOST_FACTS = 400
@@ -186,9 +188,20 @@ class Trial:
             answers.append(_answer(subject, fact, number, effects))
         self.witness.look(self.now)
         if len(answers) == 2 and answers[0] != answers[1] and not self.witness.unseen:
-            self._fail("13", f"beside {self.world.extra[0].model}: {answers[1]}; without it: {answers[0]}")
+            what = f"beside {self.world.extra[0].model}: {answers[1]}; without it: {answers[0]}"
+            self._fail(self._differs(), what)
         elif news := self.witness.news:
             self._tell_all(news)
+
+    def _differs(self) -> str:
+        """Return 13, or ``BY_GROUP`` where the logs differ in what belongs to a queue's GPU group.
+
+        That is the bound of a queue, and who takes over a drain: a queue stands in one group at a time, and
+        sees neither the queues nor the drains of others in which its model has backends. All answers until
+        this one were the same, so what differs there comes before what differs here.
+        """
+        logs = [[_of_group(event) for event in each.log if _of_group(event)] for each in self._subjects]
+        return BY_GROUP if logs[0] != logs[1] else "13"
 
     def _note(self, fact: Fact, number: int) -> None:
         """Note what a fact says by itself."""
@@ -271,6 +284,14 @@ class Trial:
                 yield leased.setdefault(number, self.now + LEASE_SECONDS), ("release", name)
         if math.isfinite(self._main.ask_at):
             yield max(self._main.ask_at, self.now), ("time",)
+
+
+def _of_group(event: Event) -> tuple[object, ...]:
+    """What an event says of the bound of a queue, or of a drain that is taken over; nothing if of neither."""
+    if event.kind == "queued" and math.isfinite(event.bound):
+        return event.kind, event.ticket, event.bound
+    is_taken_over = event.kind == "draining" and event.cause is not None and event.cause.kind == "outranked"
+    return (event.kind, event.backend, event.target) if is_taken_over else ()
 
 
 def _answer(subject: Subject, fact: Fact, number: int, effects: Effects) -> _Reaction:
