@@ -627,7 +627,7 @@ def refusal(state: GroupState, model: Model, now: float) -> MuxError | None:
     pause = state.host.pause
     if pause.refuses:
         return pause.error(now)
-    first: MuxError | None = None
+    errors: dict[tuple[tuple[str, ...], str], MuxError] = {}
     away: dict[HostRecord, None] = {}
     for each in state.groups_of(model):
         own = each.own(model)
@@ -638,8 +638,10 @@ def refusal(state: GroupState, model: Model, now: float) -> MuxError | None:
         error = all_obstacles(each, able, now)
         if error is None:
             return None
-        first = first or error
-    return first or (unavailable(model.name, list(away), now) if away else None)
+        errors[order(able[0])] = error
+    if errors:
+        return errors[min(errors)]  # whatever groups they are in
+    return unavailable(model.name, list(away), now) if away else None
 
 
 def unavailable(model: str, hosts: Sequence[HostRecord], now: float) -> MuxError:
