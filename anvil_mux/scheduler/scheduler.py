@@ -547,7 +547,7 @@ class Scheduler:
                 for group in there if memory.asked() else ():
                     group.changed()  # queues may have a better place there
         if self.layout.spread:
-            found += [group for model in self._moved((), now) for group in self._concerned(model)]
+            found += [group for model in self._moved((), now) for group in self._concerned(model, now)]
         return found
 
     def _with_siblings(self, groups: Sequence[GpuGroup], now: float) -> list[GpuGroup]:
@@ -562,15 +562,16 @@ class Scheduler:
             found.update((group, None) for group in layout.groups_of[model.name] if group in queues)
             found.update(dict.fromkeys(could_spill(layout.groups_of[model.name], model, now)))
         for model in moved:
-            found.update(dict.fromkeys(self._concerned(model)))
+            found.update(dict.fromkeys(self._concerned(model, now)))
         return sorted(found, key=BY_NAME)
 
-    def _concerned(self, model: Model) -> Sequence[GpuGroup]:
+    def _concerned(self, model: Model, now: float) -> Sequence[GpuGroup]:
         """The groups that are to be asked about a model with backends in several."""
         layout = self.layout
         slots = [slot for slot in model.active if slot.coming or slot.state == "standby" or model.bounded]
         where = [layout.of_model[model.name], *(layout.of_backend[slot.name] for slot in slots)]
-        return where + [group for group in layout.groups_of[model.name] if group.preloads or group.homes]
+        own = layout.groups_of[model.name]
+        return where + [each for each in own if each.preloads or each.homes] + could_spill(own, model, now)
 
     def _moved(self, groups: Iterable[GpuGroup], now: float) -> list[Model]:
         """The models with backends in several groups that are not as they were when these were last asked.

@@ -603,7 +603,8 @@ def _goes_first(state: GroupState, other: Model, model: Model, now: float) -> bo
         return other.queue.overdue_at <= now and age(other) < age(model)
     if other.queue.overdue_at <= now:
         return True
-    return plan(state, other, state.busy_gpus(), now, state.staying(now)) is not None
+    planned = plan(state, other, state.busy_gpus(), now, state.staying(now))
+    return planned is not None and not planned.victims
 
 
 @contextmanager
