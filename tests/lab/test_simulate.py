@@ -16,7 +16,7 @@ from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.events import Cause
 from anvil_mux.scheduler.group import SHORTEST_DEFERRAL
 from anvil_mux.scheduler.policies import POLICIES as REGISTRY
-from anvil_mux.scheduler.policies import Stay, SwapTo, Unload
+from anvil_mux.scheduler.policies import Adaptive, Stay, SwapTo, Unload
 from anvil_mux.scheduler.slot import Cancel, Load
 from tests.lab.facts import Death, Unloading
 from tests.seeds import seeds
@@ -223,7 +223,7 @@ def random_traffic(draw, backends, requests):
             trace.append(draw.choice((Unloading(now, chosen.model), Death(now, chosen.name))))
             continue
         patience = draw.randint(1, 40) / 4 if draw.random() < impatient else inf
-        if patience == SHORTEST_DEFERRAL:  # in the moment in which that is announced: these have no order
+        if patience in (Adaptive.pause, SHORTEST_DEFERRAL):  # a policy is asked then, or that is announced
             patience += 0.25
         seconds = tick(draw.expovariate(1 / service)) + 2**-20
         (model,) = draw.choices(models, weights)
