@@ -363,9 +363,13 @@ class Swapper:
 
         ``remaining``: the seconds for which it may wait for other programs.
         """
-        with self._guard(backend, remaining):
+        with self.guarded(backend, remaining):
             url = self._urls[backend.name] = self.runtime.start(backend)
         return url
+
+    def guarded(self, backend: Backend, remaining: Callable[[], float]) -> AbstractContextManager[None]:
+        """Keep other programs from starting engines on the GPUs of a backend; see ``Guard``."""
+        return self._guard(backend, remaining)
 
     def url(self, backend: Backend) -> str:
         """Return the URL of the running service; BackendError if it cannot be reached."""
@@ -433,10 +437,15 @@ class Stop(Level):
         check_cancelled = partial(swapper.check_cancelled, backend)
         remaining = partial(self._remaining, backend, deadline)
         if backend.service.needs:
-            with swapper.phase(backend, "depends_on"):
-                swapper.runtime.prepare(backend, remaining)
-        with swapper.phase(backend, "load"):
-            url = swapper.start(backend, remaining)
+            # Nothing is started for an engine that is refused its GPUs.
+            with swapper.guarded(backend, remaining):
+                with swapper.phase(backend, "depends_on"):
+                    swapper.runtime.prepare(backend, remaining)
+                with swapper.phase(backend, "load"):
+                    url = swapper.start(backend, remaining)
+        else:
+            with swapper.phase(backend, "load"):
+                url = swapper.start(backend, remaining)
         with swapper.phase(backend, "ready"):
             engines.await_ready(
                 backend,

@@ -1,5 +1,6 @@
 """Services on which others depend: they are started first, and waited for."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 
@@ -8,7 +9,8 @@ import pytest
 from anvil_mux.config.service import COMPLETED, HEALTHY, STARTED, Service
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host import containers
-from anvil_mux.host.levels import Cancelled
+from anvil_mux.host.levels import Cancelled, Swapper
+from anvil_mux.host.seam import NotBegun
 from tests.host.docker_stand_in import A
 
 ENOUGH = 60.0
@@ -107,3 +109,37 @@ def test_a_command_that_fails_is_named_whole(docker, runtime):
     docker.refuses_up = "no such service: dep"
     with pytest.raises(BackendError, match=r"^`docker compose up dep` failed: no such service: dep$"):
         runtime.prepare(needing(("dep", STARTED)), enough)
+
+
+def test_no_need_is_started_for_an_engine_whose_gpu_is_taken(docker, runtime):
+    @contextmanager
+    def guard(backend, remaining):
+        raise NotBegun("its GPU is held")
+        yield
+
+    docker.on_up = lambda service: docker.add("d", service)
+    with pytest.raises(LoadError, match=r"^its GPU is held$"):
+        Swapper(runtime, guard=guard).load(needing(("dep", STARTED)))
+    assert started(docker) == []
+
+
+def test_gpus_are_guarded_from_the_start_of_needs_to_that_of_the_engine(runtime, monkeypatch):
+    order = []
+
+    @contextmanager
+    def guard(backend, remaining):
+        order.append("guarded")
+        try:
+            yield
+        finally:
+            order.append("free")
+
+    def start(backend):
+        order.append("start")
+        raise LoadError("no")
+
+    monkeypatch.setattr(runtime, "prepare", lambda *_: order.append("needs"))
+    monkeypatch.setattr(runtime, "start", start)
+    with pytest.raises(LoadError):
+        Swapper(runtime, guard=guard).load(needing(("dep", STARTED)))
+    assert order == ["guarded", "needs", "guarded", "start", "free", "free"]
