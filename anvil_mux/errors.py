@@ -303,6 +303,14 @@ class Paused(MuxError):
     retry_after = 60.0
 
 
+class BackendPaused(MuxError):
+    """The model's container was paused by hand, and no other backend can serve it."""
+
+    status, code = 503, "backend_paused"
+    discreet = "The engine of the model was paused by hand."
+    retry_after = 30.0
+
+
 class Stuck(MuxError):
     """An engine that could not be stopped may still hold the GPUs, so nothing is loaded there."""
 

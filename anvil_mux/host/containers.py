@@ -123,6 +123,9 @@ class ContainerRuntime:
     def problem(self) -> str:
         return self._project.problem or self._unreached
 
+    def container_name(self, service: str) -> str:
+        return self._project.known(service).name or service
+
     def ping(self) -> str:
         why = ""
         try:

@@ -514,6 +514,8 @@ class ContainerEvent(NamedTuple):
     number: int = 1
     code: int | None = None
     """The exit code of one that ended, if the event has it."""
+    name: str = ""
+    """The name of the container."""
 
 
 def read_event(line: str) -> ContainerEvent:
@@ -532,6 +534,7 @@ def read_event(line: str) -> ContainerEvent:
         service=told.get(f"{LABEL}.service", ""),
         number=count_in(told.get(f"{LABEL}.container-number", "1")) or 1,
         code=count_in(told.get("exitCode", "")),
+        name=told.get("name", ""),
     )
 
 

@@ -421,7 +421,8 @@ class LocalHost:
     def _note_paused(self, name: str, *, is_paused: bool) -> None:
         if is_paused != (name in self._paused):
             self._paused = self._paused ^ {name}
-            self._board.put(ServicePaused(name, is_paused))
+            container = self.runtime.container_name(name) if is_paused else ""
+            self._board.put(ServicePaused(name, container))
 
     def _died(self, name: str) -> None:
         self._note_paused(name, is_paused=False)

@@ -354,6 +354,9 @@ class ProcessRuntime:
         full = self._full_disk()
         return self._records.problem or (full and f"{full}: engines that cannot write their logs may end")
 
+    def container_name(self, service: str) -> str:
+        return service
+
     def ping(self) -> str:
         return ""  # nobody else is needed to start and stop processes
 

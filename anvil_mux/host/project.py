@@ -138,6 +138,8 @@ class KnownContainer:
     """Whether we are starting or ending it: an event of that is no news."""
     is_frozen: bool = False
     """Whether it is frozen because we froze it."""
+    name: str = ""
+    """The name of the container that was paused last."""
 
 
 class Project:
@@ -350,6 +352,7 @@ class Project:
             case "disconnect":
                 self._judge(name, tell)
             case "pause" if known.run and not known.is_frozen:
+                known.name = event.name
                 tell("paused", name)
             case "unpause" if known.run and known.is_frozen and not known.is_moving:
                 self._freeze_again(name)

@@ -260,7 +260,8 @@ class ServicePaused(NamedTuple):
     """The service of a backend was paused by somebody else, or resumed."""
 
     backend: str
-    is_paused: bool
+    container: str
+    """The name of the container that is paused; "": it was resumed."""
 
 
 class GpusRead(NamedTuple):
@@ -489,6 +490,9 @@ class Runtime(Protocol):
 
     def ended(self, backend: Backend) -> str | None:
         """Say for people how it ended ("exited with code 1"); None while it runs or is frozen."""
+
+    def container_name(self, service: str) -> str:
+        """Return the name of the container that was paused last for a service; its own where none is known."""
 
     def lost_its_port(self, backend: Backend) -> bool:
         """Whether it ended because somebody took the port that was chosen for it, before it could.

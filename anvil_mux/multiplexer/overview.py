@@ -66,7 +66,6 @@ class Overview:
         self._scheduler = driver.scheduler
         self._layout = driver.scheduler.layout
         self._reported, self._prompts = driver.reported, driver.prompts
-        self._paused_by_hand: set[str] = set()
 
     def wall(self, moment: float) -> float:
         """The Unix time of a moment of events and of the status."""
@@ -315,18 +314,12 @@ class Overview:
             slot = self._layout.slot(backend)
             return slot is not None and slot.state == "stopped"
 
-    def note_paused(self, backend: str, *, is_paused: bool) -> None:
-        """Note that the service of a backend was paused by somebody else, or resumed."""
-        with self._lock:
-            self._paused_by_hand -= {backend}
-            self._paused_by_hand |= {backend} if is_paused else set()
-
     def paused_by_hand(self, model: str) -> list[str]:
-        """List the backends of a model that serve and were paused by somebody else."""
+        """Return a sentence for each ready backend of a model that was paused by hand."""
         with self._lock:
             found = self._layout.models.get(model)
-            names = [slot.name for slot in found.slots if slot.serves] if found else []
-            return [name for name in names if name in self._paused_by_hand]
+            slots = found.present if found else ()
+            return [slot.pause_words for slot in slots if slot.paused_as and slot.state == "ready"]
 
     def note_prompts(self, backend: str, kept: KeptPrompts) -> None:
         """Note which prompts of a backend are on disk."""

@@ -29,6 +29,7 @@ from typing import NamedTuple
 from anvil_mux.config.values import names_in
 from anvil_mux.errors import (
     BackendError,
+    BackendPaused,
     BadRequest,
     Cancelled,
     CheckpointFailed,
@@ -72,6 +73,7 @@ SESSION = b"x-session-id"
 """The header by which a client says which conversation a request belongs to."""
 FOREVER = float("inf")
 _REASONS = (
+    BackendPaused,
     *(CircuitOpen, DoesNotFit, FellBack, GpuMemoryShort, GpuMissing, HostMemoryShort, HostUnavailable),
     LoadError,
     *(ModelLoading, NothingResident, Overloaded, Paused, Severed, Stuck, WaitedTooLong, WouldWaitTooLong),

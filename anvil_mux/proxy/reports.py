@@ -338,11 +338,10 @@ class Diagnosis:
         hosts = healthz.hosts_of(self._mux.overview.model(model))
         more: dict[str, Any] = {"hosts": hosts} if hosts else {}
         sentence = found.sentence
-        if names := self._mux.overview.paused_by_hand(model):
-            stop = "" if sentence.endswith(".") else "."
-            whose = "Its container was" if len(names) == 1 else "Its containers were"
-            sentence = f"{sentence}{stop} {whose} paused by hand ({', '.join(names)}): docker unpause"
-            sentence += " lets it answer."
+        for words in self._mux.overview.paused_by_hand(model):
+            if words not in sentence:
+                stop = "" if sentence.endswith(".") else "."
+                sentence = f"{sentence}{stop} {words}"
         if "fallback" in state:
             stop = "" if sentence.endswith(".") else "."
             sentence = f"{sentence}{stop} {healthz.fallback_words(state['fallback'])}"

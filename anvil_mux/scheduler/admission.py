@@ -38,6 +38,7 @@ from typing import NamedTuple
 
 from anvil_mux.config.kinds import gib, span
 from anvil_mux.errors import (
+    BackendPaused,
     Crashed,
     DoesNotFit,
     GpuMemoryShort,
@@ -427,12 +428,13 @@ def _seconds_before(state: GroupState, slot: Slot, now: float) -> float:
 
 
 def _is_blocked(state: GroupState, slot: Slot) -> bool:
-    """Return whether a backend on the GPUs of ``slot``, or itself, is being evicted for nobody.
+    """Return whether a backend on the GPUs of ``slot``, or itself, is being evicted for nobody, or itself is
+    paused by hand.
 
     What has been stuck, or was unloaded by hand, is evicted for nobody: nothing can be planned with it before
     that has ended, as well as it may.
     """
-    return any(
+    return bool(slot.paused_as) or any(
         each.state == "evicting"
         and not each.holds.keys().isdisjoint(slot.holds)
         and not any(each in swap.victims for swap in state.swaps)
@@ -672,6 +674,8 @@ def all_obstacles(state: GroupState, slots: Sequence[Slot], now: float) -> MuxEr
 
 
 def _obstacle(state: GroupState, slot: Slot, now: float) -> MuxError | None:
+    if slot.paused_as and slot.state == "ready":
+        return BackendPaused(slot.pause_words)
     if (gpu := state.left_gpu(slot)) and slot.state not in STAYING:
         theirs = f"other programs hold {gib(state.placement.others[gpu])} of GPU {gpu}"
         return GpuMemoryShort(f"{slot.name} is not loaded: {theirs}, which is left to them (`yield`).")

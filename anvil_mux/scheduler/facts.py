@@ -178,9 +178,27 @@ class GroupFacts(Swaps):
         self.emit(Event(now, "stopped", slot.model, slot.name, size=size, cause=cause))
         self.fail_refused(now)
 
+    def service_paused(self, slot: Slot, now: float, container: str) -> None:
+        """Note that the container of the backend, which has this name, was paused by hand; "": it goes on.
+
+        Its requests keep their leases. New ones go to other backends of its model, or fail.
+        """
+        if container and slot.state in ("stopped", "standby"):
+            return
+        slot.paused_as = container
+        self.changed()
+        model = self.models[slot.model]
+        self.renew_ready(model, now)
+        if model.queue.tickets:
+            self.admit(model, now)
+        self.fail_refused(now)
+
     def unanswering(self, slot: Slot, now: float) -> None:
-        """The engine of the backend does not answer: it is stopped without a drain, not put in standby."""
-        if slot.state == "ready":
+        """The engine of the backend does not answer: it is stopped without a drain, not put in standby.
+
+        What was paused by hand is not expected to answer.
+        """
+        if slot.state == "ready" and not slot.paused_as:
             slot.next_level = "stop"
             self.begin(None, [slot], now, Cause("silent"))
 

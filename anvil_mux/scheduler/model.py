@@ -428,7 +428,7 @@ def _loss(slot: Slot) -> tuple[int, int, float]:
 
 
 def _counts(slot: Slot) -> bool:
-    if slot.leaving or not slot.host.takes_loads:
+    if slot.leaving or slot.paused_as or not slot.host.takes_loads:
         return False
     return slot.state in ("ready", "loading") or (slot.coming and slot.state != "cancelling")
 
@@ -561,6 +561,7 @@ class Replicas:
             if slot.name not in shown:
                 why = slot.state if slot.state != "ready" else self._left_out(slot, kind)
                 why = "host_lost" if slot.host.is_lost else why
+                why = "paused" if slot.paused_as else why
                 rows.append({"backend": slot.name, "chosen": False, "removed_by": why, "metrics": {}})
         return rows
 

@@ -253,6 +253,10 @@ class Scheduler:
         """The engine of the backend does not answer: it is to be stopped without a drain."""
         return self._told(backend, now, GpuGroup.unanswering)
 
+    def service_paused(self, backend: str, container: str, now: float) -> Effects:
+        """The container of the backend, which has this name, was paused by hand; "": it goes on."""
+        return self._told(backend, now, GpuGroup.service_paused, container)
+
     def silent(self, backend: str, now: float) -> Effects:
         """The engine of a replica was asked for its figures, and did not answer."""
         return self._told(backend, now, GpuGroup.silent)

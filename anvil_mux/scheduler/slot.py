@@ -236,6 +236,8 @@ class Slot:
     """Whether it is the target of a swap."""
     pinned: bool = False
     """Whether it is kept, while it is resident, from being evicted for another model."""
+    paused_as: str = ""
+    """The name of its container, while that is paused by hand; "": it is not."""
     unloaded: bool = False
     """Whether it was unloaded by hand, and not loaded since."""
     made_way: float | None = None
@@ -299,6 +301,8 @@ class Slot:
         except KeyError:
             raise ValueError(f"{self.name} is {self.state}: `{what}` cannot happen to it") from None
         self.since = now
+        if self.state in ("stopped", "standby"):
+            self.paused_as = ""
         if self.state == "stopped":
             self.ram = self.least_ram  # what it had pinned is gone
 
@@ -315,9 +319,19 @@ class Slot:
         self.shared = shared
 
     @property
-    def serves(self) -> bool:
-        """Whether it may be leased; a server elsewhere may whatever becomes of our hosts."""
+    def is_resident(self) -> bool:
+        """Whether it is ready and stays so for now; a server elsewhere does whatever becomes of our hosts."""
         return self.state == "ready" and (bool(self.backend.url) or self.host.takes_loads)
+
+    @property
+    def serves(self) -> bool:
+        """Whether it may be leased: it is resident, and nobody has paused its container by hand."""
+        return self.is_resident and not self.paused_as
+
+    @property
+    def pause_words(self) -> str:
+        """Tell people that it was paused by hand, and how it goes on."""
+        return f"{self.name} was paused by hand: `docker unpause {self.paused_as}` lets it answer."
 
     def named(self, amounts: Mapping[str, int]) -> dict[str, int]:
         """Amounts by GPU id of its host -> the same by the names that GPUs have among those of all hosts."""

@@ -220,8 +220,8 @@ class GroupState:
         self.described()
 
     def note_ready(self) -> None:
-        """Compute anew which backends may be leased."""
-        self.ready = [slot for slot in self.slots.values() if slot.serves]
+        """Compute anew which backends are resident."""
+        self.ready = [slot for slot in self.slots.values() if slot.is_resident]
 
     def described(self) -> None:
         """Compute anew what depends on how its backends are described."""

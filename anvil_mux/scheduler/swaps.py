@@ -352,6 +352,8 @@ class Swaps(Admission):
         self.enter(victim, "reprieve", now)
         self.emit(Event(now, "ready", victim.model, victim.name, cause=Cause("reprieved")))
         self.admit(self.models[victim.model], now)
+        if victim.paused_as:
+            self.fail_refused(now)
 
     def left(self, victim: Slot) -> None:
         """A victim has left its GPUs."""
@@ -473,8 +475,8 @@ class Swaps(Admission):
             self.begin(None, [slot], now, cause, severs=Cause("idle"))
         if slot.state == "ready" and model.replicas and not model.queue.tickets:
             self.take_back(slot, now)
-        if slot.pinned:
-            self.fail_refused(now)  # what does not fit beside it
+        if slot.pinned or slot.paused_as:
+            self.fail_refused(now)  # what does not fit beside it, or waits for what was paused meanwhile
 
     def load_failed(self, slot: Slot, now: float, error: LoadError) -> None:
         """The backend did not become ready, and was cleaned up."""

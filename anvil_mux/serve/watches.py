@@ -549,8 +549,8 @@ class NewsReader:
                 self._mux.facts.died(name, why, lines, load=load)
             case ServiceStarted():
                 self._started(backend)
-            case ServicePaused(_, is_paused):
-                overview.note_paused(name, is_paused=is_paused)
+            case ServicePaused(_, container):
+                self._mux.tell(self._mux.scheduler.service_paused, name, container)
             case LoadStage(_, stage, fraction, seconds_left):
                 overview.report(name, Progress(stage, fraction, seconds_left))
             case PromptsKept(_, prompts, tokens, size):

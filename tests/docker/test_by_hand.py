@@ -1,5 +1,6 @@
 """Containers of engines that a person handles with Docker's own commands while anvil-mux serves them."""
 
+import json
 from contextlib import suppress
 
 import openai
@@ -61,19 +62,25 @@ def test_a_container_that_is_restarted_in_mid_stream_is_never_beside_another(lla
             assert seen(stack.up, lambda names: names == {"model-2"}) == {"model-2"}
 
 
-def test_why_tells_of_a_container_that_is_paused_by_hand(llamacpp_compose, tmp_path):
-    stack = llamacpp_compose(tmp_path, models=1)
-    with served(stack) as mux:
-        assert mux.chat("model-1")[0] == 200
+def test_container_paused_by_hand_refuses_with_the_remedy_until_unpaused(llamacpp_compose, tmp_path):
+    stack = llamacpp_compose(tmp_path, services={"model-1": ENDLESS}, models=1)
+    name = stack.container("model-1")
+    cause = f"model-1 was paused by hand: `docker unpause {name}` lets it answer."
 
-        def why():
-            return mux.get("/why?model=model-1")["sentence"]
+    def why():
+        return mux.get("/why?model=model-1")["sentence"]
 
-        docker(stack, "pause", stack.container("model-1"))
-        assert "paused by hand (model-1)" in seen(why, lambda text: "by hand" in text)
-        docker(stack, "unpause", stack.container("model-1"))
+    with served(stack) as mux, client_of(mux) as client, stream(client, "model-1", FOREVER) as answer:
+        next(answer)
+        docker(stack, "pause", name)
+        assert cause in seen(why, lambda text: "by hand" in text)
+        status, _, text = mux.chat("model-1")
+        error = json.loads(text)["error"]
+        assert (status, error["code"], error["message"]) == (503, "backend_paused", cause)
+        docker(stack, "unpause", name)
         assert "by hand" not in seen(why, lambda text: "by hand" not in text)
         assert mux.chat("model-1")[0] == 200
+        assert next(answer), "what ran goes on"
 
 
 def test_a_container_that_loses_its_network_is_made_again(llamacpp_compose, tmp_path):

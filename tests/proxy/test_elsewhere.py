@@ -16,7 +16,7 @@ from anvil_mux.config.keys import load
 from anvil_mux.config.machines import Gpu
 from anvil_mux.config.service import Service
 from anvil_mux.config.values import AnyOf, Preset, Rule
-from anvil_mux.errors import Cancelled, LoadError, WouldWaitTooLong
+from anvil_mux.errors import BackendPaused, Cancelled, LoadError, WouldWaitTooLong
 from anvil_mux.host.hosts import ExternalServer
 from anvil_mux.host.seam import Loaded
 from anvil_mux.multiplexer.circuits import LONGEST_ASKED, MOST_FAILURES
@@ -407,6 +407,7 @@ def test_a_key_falls_back_on_models_that_it_may_use_alone(world):
 
 def test_answers_that_may_not_be_severed_are_a_reason_to_fall_back_and_an_order_is_none():
     assert is_reason(WouldWaitTooLong("b answers for longer than this request may wait."))
+    assert is_reason(BackendPaused("a was paused by hand."))
     assert not is_reason(Cancelled("This request was taken out of its queue."))
 
 

@@ -76,7 +76,7 @@ def test_each_kind_of_news_is_told_once():
         WeightsRead("a", 4096, 0.5),
         WeightsRead("gone", 4096, 0.5),
         ServiceStarted("a"),
-        ServicePaused("a", True),
+        ServicePaused("a", "p-a-1"),
         CARD,
         CardRead("gone", "d", ModelCard(4096)),
     )
@@ -87,7 +87,7 @@ def test_each_kind_of_news_is_told_once():
         ("note_prompts", "a", KeptPrompts(2, 900, 4096), {}),
         ("read_ahead", A, 4096, 0.5, {}),
         ("started", A, {}),
-        ("note_paused", "a", {"is_paused": True}),
+        ("service_paused", "a", "p-a-1", {}),
         ("note_card", CARD, {}),
     ]
 
