@@ -70,6 +70,8 @@ class BackendReader:
         """Whether services are local processes."""
         self.plain = content.plain
         """Whether the files were read without the Compose program."""
+        self.shared = content.shared
+        """The volumes, networks, secrets and configs of the files."""
         self.composed = GeneratedFiles(content, folder)
         self.ports: dict[str, set[int]] = {}
         """Backend -> the ports of its host that it takes."""
@@ -374,9 +376,11 @@ class _ServiceReader:
             folder = os.path.abspath(self._files.folder / folder) if folder is not None else None
             mounts = service.mounts_of_process(root)
             needs: service.Needs = ()
+            files: tuple[service.PlacedFile, ...] = ()
         else:
             mounts = service.mounts(described, root)
             needs = service.needs(described, self._files.services_described, self._files.models)
+            files = service.placed_files(described, self._files.shared, self._files.variables)
         return Service(
             image=service.word(described, "image"),
             command=service.argv(described),
@@ -388,6 +392,7 @@ class _ServiceReader:
             mounts=mounts,
             on_host_network=not self._files.process and described.get("network_mode") == "host",
             needs=needs,
+            files=files,
             digest=service.digest(described, LABEL),
         )
 

@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile, zip_longest
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from anvil_mux.clock import count_in
 from anvil_mux.config.kinds import KeyPath, advice, as_yaml, unfit
@@ -73,6 +73,20 @@ class Port:
     address: str = ""
 
 
+class PlacedFile(NamedTuple):
+    """A secret or config whose content is text or a variable, as a file in the container."""
+
+    path: str
+    """An absolute path in the container."""
+    content: str | None
+    """The text in the file; None: the variable that it is taken from is not set."""
+    variable: str = ""
+    """The variable that it is taken from, if it is."""
+    mode: int = 0o444
+    uid: int = 0
+    gid: int = 0
+
+
 Needs = tuple[tuple[str, str], ...]
 """Services on which another one depends, in the order of their starts, each with its condition."""
 
@@ -106,6 +120,8 @@ class Service:
     """Whether its container listens at the host's own ports."""
     needs: Needs = ()
     """The services that must be there before it is started, in their order (containers only)."""
+    files: tuple[PlacedFile, ...] = field(default=(), repr=False, compare=False)
+    """The secrets and configs that are written into its container, since they are not files of the host."""
     digest: str = field(default="", compare=False)
     """A digest of the whole description, as it was read."""
 
@@ -450,6 +466,55 @@ def _mount(volume: Any, folder: str) -> tuple[str, str]:
         source, inside = (first, others[0]) if others else ("", first)
         is_folder = source.startswith(("/", ".", "~"))
     return inside, os.path.abspath(os.path.join(folder, os.path.expanduser(source))) if is_folder else ""
+
+
+# Secrets and configs
+
+PLACES = {"secrets": "/run/secrets", "configs": "/"}
+"""The kinds of files that a service is given by name, and the folders in which they are put."""
+
+
+def placed_files(
+    described: RawService, shared: Mapping[str, Mapping[str, Any]], variables: Mapping[str, str]
+) -> tuple[PlacedFile, ...]:
+    """Return the secrets and configs of a service that are not files of the host.
+
+    ``shared``: those of the compose file, by kind and name. ``variables``: those that they are taken from.
+    """
+    return tuple(
+        _placed_file(use, about, folder, variables)
+        for kind, folder in PLACES.items()
+        for use in map(_use, listed(described, kind))
+        if isinstance(about := shared.get(kind, {}).get(use["source"]), Mapping)
+        and (about.get("environment") or about.get("content"))
+    )
+
+
+def _use(written: Any) -> Mapping[str, Any]:
+    """Return the use of a secret or config in its long form."""
+    return {"source": "", **written} if isinstance(written, Mapping) else {"source": str(written)}
+
+
+def _placed_file(
+    use: Mapping[str, Any], about: Mapping[str, Any], folder: str, variables: Mapping[str, str]
+) -> PlacedFile:
+    variable = str(about.get("environment") or "")
+    mode = use.get("mode")
+    return PlacedFile(
+        str(PurePosixPath(folder, str(use.get("target") or use["source"]))),
+        variables.get(variable) if variable else str(about["content"]),
+        variable,
+        mode=0o444 if mode is None else mode if isinstance(mode, int) else _octal(str(mode)),
+        uid=count_in(str(use.get("uid", 0))) or 0,
+        gid=count_in(str(use.get("gid", 0))) or 0,
+    )
+
+
+def _octal(text: str) -> int:
+    if not re.fullmatch(r"(0o)?[0-7]{1,6}", text):
+        write = 'mode: "0440"'
+        raise unfit(f"mode must be an octal number: {text}", write=write)
+    return int(text, 8)
 
 
 # GPUs

@@ -16,9 +16,11 @@ same description, so a container's hash counts against it only where the release
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import math
 import os
+import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +28,7 @@ from contextlib import suppress
 
 from anvil_mux.command import Done
 from anvil_mux.config.config import Backend
-from anvil_mux.config.service import COMPLETED, HEALTHY, STARTED, Mounts, Service
+from anvil_mux.config.service import COMPLETED, HEALTHY, STARTED, Mounts, PlacedFile, Service
 from anvil_mux.errors import BackendError, LoadError, MuxError
 from anvil_mux.host import gpus, project
 from anvil_mux.host.compose_files import COMPOSE, ComposeFiles
@@ -221,15 +223,14 @@ class ContainerRuntime:
         known.start_time = time.time()
         self._check_host_port(backend)
         try:
-            container = self._started(
-                self._create(backend, anew=changed) if changed or not known.id else known.id
-            )
+            id = self._create(backend, anew=changed) if changed or not known.id else known.id
+            container = self._started(backend, id)
         except Gone:
             # `docker compose down` took the container or its network, or it can never be started again.
-            container = self._started(self._create(backend, anew=True))
+            container = self._started(backend, self._create(backend, anew=True))
         if container.is_cut_off:  # it is made with its networks again
             self._project.end(container, None)
-            container = self._started(self._create(backend, anew=True))
+            container = self._started(backend, self._create(backend, anew=True))
         url = self._url(container, backend)
         self._project.started(backend, container)
         if url is None:
@@ -268,7 +269,34 @@ class ContainerRuntime:
             container = other
         return base_url(container, listen_port(backend), self._address)
 
-    def _started(self, id: str) -> Container:
+    def _place_files(self, backend: Backend, id: str) -> None:
+        """Write its secrets and configs into a container that does not run, or raise LoadError.
+
+        Compose mounts those that are files of the host. The others it writes itself: 2.26 when it makes a
+        container, 2.40 when it starts one, which is done here without it.
+        """
+        files = backend.service.files
+        container = self._engine.inspect(id) if files else None
+        if container is None or container.status in ALIVE:
+            return
+        if unset := [each for each in files if each.content is None]:
+            names = ", ".join(dict.fromkeys(each.variable for each in unset))
+            raise LoadError(
+                f"service {backend.service_name}: the secret or config {unset[0].path} is taken from a "
+                f"variable that is not set: {names}. Set it where anvil-mux is started, or in .env"
+            )
+        try:
+            self._engine.extract(id, archive_of(files, time.time()))
+        except Missing as error:
+            raise Gone(error.message) from error
+        except DockerRefused as error:
+            raise LoadError(
+                f"service {backend.service_name} cannot be given {files[0].path}: {error.message}. With "
+                "`read_only: true` secrets and configs must be files (`file: ...`)"
+            ) from error
+
+    def _started(self, backend: Backend, id: str) -> Container:
+        self._place_files(backend, id)
         try:
             self._engine.start(id)
         except DockerRefused as error:
@@ -546,6 +574,19 @@ def _log_begins(container: Container, start_time: float) -> float:
     """
     earliest = container.started - LOG_MARGIN
     return start_time if earliest <= start_time < earliest + LOG_MARGIN + 1.0 else earliest
+
+
+def archive_of(files: Sequence[PlacedFile], now: float) -> bytes:
+    """Return a tar archive of files; ``now``: the Unix time of their last change."""
+    whole = io.BytesIO()
+    with tarfile.open(fileobj=whole, mode="w") as archive:
+        for each in files:
+            content = (each.content or "").encode(errors="surrogateescape")
+            about = tarfile.TarInfo(each.path.lstrip("/"))
+            about.size, about.mtime = len(content), int(now)
+            about.mode, about.uid, about.gid = each.mode, each.uid, each.gid
+            archive.addfile(about, io.BytesIO(content))
+    return whole.getvalue()
 
 
 def cannot_meet(container: Container, condition: str) -> str:

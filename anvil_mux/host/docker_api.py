@@ -62,6 +62,7 @@ END_SIGNALS = frozenset({"2", "3", "9", "15"})
 SHARED_NETWORKS = ("container:", "ns:", "slirp4netns", "pasta")
 """The beginnings of network modes that have no network of the engine's own."""
 LONG_ID = re.compile(r"[0-9a-f]{64}")
+TAR = {"Content-Type": "application/x-tar"}
 Readable = http.client.HTTPResponse | io.BytesIO
 
 
@@ -314,6 +315,10 @@ class ContainerEngine:
     def start(self, id: str) -> None:
         self._ask("POST", f"/containers/{id}/start", START_TIMEOUT)
 
+    def extract(self, id: str, archive: bytes) -> None:
+        """Extract a tar archive at the root of its file system."""
+        self._ask("PUT", f"/containers/{id}/archive?path=/", body=archive)
+
     def stop(self, id: str, grace: float) -> None:
         self._ask("POST", _path(f"/containers/{id}/stop", t=math.ceil(grace)), grace + STOP_SLACK)
 
@@ -429,8 +434,10 @@ class ContainerEngine:
         except ValueError:
             raise BackendError(f"what Docker answers to GET {path} is not JSON") from None
 
-    def _ask(self, method: str, path: str, timeout: float = ASK_TIMEOUT) -> bytes:
-        connection, response = self._request(method, path, timeout)
+    def _ask(
+        self, method: str, path: str, timeout: float = ASK_TIMEOUT, *, body: bytes | None = None
+    ) -> bytes:
+        connection, response = self._request(method, path, timeout, body)
         try:
             return response.read()
         except (OSError, http.client.HTTPException) as error:
@@ -439,10 +446,10 @@ class ContainerEngine:
             connection.end()
 
     def _request(
-        self, method: str, path: str, timeout: float | None
+        self, method: str, path: str, timeout: float | None, body: bytes | None = None
     ) -> tuple[Connection, http.client.HTTPResponse]:
         """Ask; the connection is the caller's to end, unless this raises."""
-        connection, response = self._send(method, f"/v{self._learn().version}{path}", timeout)
+        connection, response = self._send(method, f"/v{self._learn().version}{path}", timeout, body)
         if response.status < 300 or response.status == 304:
             return connection, response
         if response.status == 400:
@@ -479,11 +486,11 @@ class ContainerEngine:
         return dialect
 
     def _send(
-        self, method: str, path: str, timeout: float | None
+        self, method: str, path: str, timeout: float | None, body: bytes | None = None
     ) -> tuple[Connection, http.client.HTTPResponse]:
         connection = Connection(self.endpoint, timeout)
         try:
-            connection.request(method, path)
+            connection.request(method, path, body, {} if body is None else TAR)
             return connection, connection.getresponse()
         except Unreachable:
             connection.end()

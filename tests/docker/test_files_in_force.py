@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from anvil_mux.config.compose import run_compose
+from anvil_mux.errors import MuxError
 from anvil_mux.host.containers import ContainerRuntime
 from anvil_mux.host.seam import HostConfig
 from anvil_mux.plugins import load
@@ -181,14 +182,81 @@ def test_a_container_made_by_us_fits_the_files_and_has_what_they_give(whole):
     startable = [each for each in config.backends if each.name not in UNSTARTABLE]
     for backend in startable:
         runtime.start(backend)
-    # Compose 2.40 puts these into a container when it starts it, and not with `create`.
-    inside = docker(
-        whole, "exec", whole.container("given"), "sh", "-c", "cat /run/secrets/of_variable /text; :"
-    )
-    assert inside in ('a$b"ca ${TEAM} ml\n', "")
+    shown = "cat /run/secrets/of_variable /text; stat -c %a /run/secrets/of_variable /text"
+    inside = docker(whole, "exec", whole.container("given"), "sh", "-c", shown)
+    assert inside == 'a$b"ca ${TEAM} ml\n440\n444\n'
     for name in (".env", "compose.yaml", "base.env", "inner/inner.env"):
         file = Path(whole.file.parent, name)
         Path(f"{file}.away").rename(file)
     listed = whole.engine.containers(whole.project, all=True)
     made = {each["Labels"]["com.docker.compose.service"]: each["Id"] for each in listed}
     assert made.items() <= create_by_hand(whole).items()
+
+
+GIVEN = f"""
+services:
+  a:
+    image: {IMAGE}
+    scale: 2
+    command: [sleep, "1000"]
+    ports: ["127.0.0.1::80"]
+    secrets: [token, {{source: token, target: /deep/down/token, uid: "0", gid: "7", mode: 0400}}]
+    configs: [{{source: text, target: etc/text}}, named]
+    x-anvil: {{gpus: ["0"]}}
+secrets: {{token: {{environment: TOKEN}}}}
+configs: {{text: {{content: "a $${{TEAM}} ${{TEAM}}\\n"}}, named: {{environment: TOKEN}}}}
+"""
+SHOWN = "cat /run/secrets/token /deep/down/token /named /etc/text; stat -c %a:%g /deep/down/token"
+WITH_ONE = "oneoneonea ${TEAM} ml\n400:7\n"
+
+
+@pytest.fixture
+def given(engine, tmp_path, monkeypatch):
+    """A service of two containers with secrets and configs that are not files of the host."""
+    project = f"anvil-test-{secrets.token_hex(4)}"
+    (tmp_path / "compose.yaml").write_text(f"name: {project}\n{GIVEN}")
+    (tmp_path / "compose.override.yaml").write_text("services: {a: {environment: {MORE: '1'}}}")
+    (tmp_path / ".env").write_text("TEAM=ml\nTOKEN=one\n")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    yield Stack(tmp_path / "compose.yaml", project, (), engine)
+    engine.remove(project)
+
+
+def inside(stack: Stack) -> set[str]:
+    """What each container of the service that runs reads of its secrets and configs."""
+    ids = [each["Id"] for each in stack.engine.containers(stack.project)]
+    return {docker(stack, "exec", id, "sh", "-c", SHOWN) for id in ids}
+
+
+def test_secrets_and_configs_without_a_file_are_there_after_every_start(given):
+    runtime, config = runtime_of(given)
+    for backend in config.backends:
+        runtime.start(backend)
+    assert inside(given) == {WITH_ONE}
+    assert len(given.engine.containers(given.project)) == 2
+    for backend in config.backends:
+        runtime.stop(backend)
+        runtime.start(backend)
+    assert inside(given) == {WITH_ONE}
+
+
+def test_a_changed_secret_is_there_at_the_next_start_after_a_reload(given):
+    runtime, config = runtime_of(given)
+    one, _ = config.backends
+    runtime.start(one)
+    given.file.with_name(".env").write_text("TEAM=ml\nTOKEN=two\n")
+    _, config = runtime_of(given)
+    one, _ = config.backends
+    runtime.reconfigure(config)
+    runtime.start(one)
+    assert inside(given) == {WITH_ONE}, "it runs on as it was"
+    runtime.stop(one)
+    runtime.start(one)
+    assert inside(given) == {WITH_ONE.replace("one", "two")}
+
+
+def test_a_secret_whose_variable_is_not_set_is_named(given):
+    given.file.with_name(".env").write_text("TEAM=ml\n")
+    runtime, config = runtime_of(given)
+    with pytest.raises(MuxError, match="TOKEN"):
+        runtime.start(config.backends[0])

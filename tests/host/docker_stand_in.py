@@ -5,10 +5,12 @@ The engine answers over HTTP at a socket, as Docker does; Compose is the ``run``
 
 from __future__ import annotations
 
+import io
 import json
 import queue
 import re
 import struct
+import tarfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -83,6 +85,10 @@ class Docker:
     since: float = 0.0
     asked: dict[str, str] = field(default_factory=dict)
     """The query of the last request."""
+    body: bytes = b""
+    """Its body."""
+    extracted: list[tuple[str, str, bytes, int, int, int]] = field(default_factory=list)
+    """Files that were put into containers: (container, path, content, mode, uid, gid)."""
     kills: Sequence[tuple[str, str, float]] = ()
     """(container, signal, Unix time)"""
     moment: int = 0
@@ -213,6 +219,15 @@ class Docker:
         self.state(id).update(Status="running", StartedAt=self.now())
         return 204, None
 
+    def do_archive(self, id: str) -> Answer:
+        assert self.asked == {"path": "/"}
+        with tarfile.open(fileobj=io.BytesIO(self.body)) as archive:
+            for each in archive:
+                content = archive.extractfile(each)
+                assert content is not None
+                self.extracted.append((id, each.name, content.read(), each.mode, each.uid, each.gid))
+        return 200, None
+
     def do_stop(self, id: str) -> Answer:
         assert int(self.asked["t"]) >= 0
         self.end(id, 0)
@@ -298,6 +313,7 @@ PATHS = (
     ("GET", r"/info", "info"),
     ("DELETE", r"/containers/([^/]+)", "rm"),
     ("GET", r"/containers/([^/]+)/(top|logs)", ""),
+    ("PUT", r"/containers/([^/]+)/(archive)", ""),
     ("POST", r"/containers/([^/]+)/(start|stop|kill|pause|unpause|wait)", ""),
 )
 
@@ -319,6 +335,7 @@ class Handler(BaseHTTPRequestHandler):
         prefix = f"/v{docker.version}"
         if not url.path.startswith(prefix + "/"):
             return self.reply(400, {"message": "client version is too new"})
+        docker.body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
         docker.asked = {name: values[0] for name, values in parse_qs(url.query).items()}
         if url.path == f"{prefix}/events" and "until" in docker.asked:
             return self.reply(200, docker.killed())
@@ -332,7 +349,7 @@ class Handler(BaseHTTPRequestHandler):
                 return self.reply(status, {"message": said} if status >= 300 and said else said)
         raise AssertionError(f"{self.command} {self.path}")
 
-    do_GET = do_POST = do_DELETE = handle_any
+    do_GET = do_POST = do_PUT = do_DELETE = handle_any
 
     def reply(self, status: int, said: Any) -> None:
         docker, self.close_connection = self.server.docker, True

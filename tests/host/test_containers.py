@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from anvil_mux.config.service import Service
+from anvil_mux.config.service import PlacedFile, Service
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host import containers
 from anvil_mux.host.seam import NotBegun
@@ -126,6 +126,36 @@ def test_all_that_compose_is_asked_goes_by_the_files_in_force(docker, tmp_path):
     assert [argv[argv.index("*") + 1] for argv in asked] == ["up", "create", "config", "config"]
     files = [[word for before, word in pairwise(argv) if before == "-f"] for argv in asked]
     assert files == [[str(tmp_path / "anvil-mux" / "p" / "resolved.yaml")]] * 4
+
+
+TOKEN = PlacedFile("/run/secrets/token", "x", "TOKEN", mode=0o400, uid=5)
+GIVEN = replace(A, service=replace(A.service, files=(TOKEN, PlacedFile("/text", "a text"))))
+
+
+def test_placed_files_are_written_before_each_start_of_a_container(docker, runtime):
+    runtime.start(GIVEN)
+    written = [("run/secrets/token", b"x", 0o400, 5, 0), ("text", b"a text", 0o444, 0, 0)]
+    assert [each[1:] for each in docker.extracted] == written
+    assert docker.verbs() == ["create", "ps", "inspect", "inspect", "archive", "start", "inspect"]
+    runtime.start(GIVEN)
+    assert "archive" not in docker.verbs(), "it runs"
+    runtime.stop(GIVEN)
+    runtime.start(GIVEN)
+    assert docker.verbs().count("archive") == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "refuses", "why"),
+    [
+        (TOKEN._replace(content=None), [], "the secret or config /run/secrets/token is .* not set: TOKEN"),
+        (TOKEN, [(400, "rootfs is marked read-only")], "cannot be given /run/secrets/token: .*read-only"),
+    ],
+)
+def test_a_container_that_lacks_a_placed_file_is_not_started(docker, runtime, file, refuses, why):
+    docker.fails["archive"] = refuses
+    with pytest.raises(LoadError, match=why):
+        runtime.start(replace(A, service=replace(A.service, files=(file,))))
+    assert "start" not in docker.verbs()
 
 
 REMAINS = (
