@@ -229,6 +229,14 @@ class Access:
             return True
         return (preset != "" and preset in key.models) or not key.models.isdisjoint(names)
 
+    def may_reach(self, key: Key | None, model: str) -> bool:
+        """Return whether ``key`` may use a model by any name, also by a preset or a name for several."""
+        if key is None or key.models is None:
+            return key is None or self.may_use(key, model)
+        names = set(self.names(key))
+        names.update(each for name in self.config.any_of for each in names_in(self.rules(name, key)))
+        return any(name in self.meant and self.meant[name].model == model for name in names)
+
     def chain(self, key: Key | None, model: str, rules: Iterable[Rule]) -> FallbackChain:
         """The models that its requests go to in turn, those that ``key`` may use; () without a fallback.
 

@@ -37,6 +37,7 @@ from anvil_mux.errors import (
     Crashed,
     DoesNotFit,
     FellBack,
+    Forbidden,
     GpuMemoryShort,
     GpuMissing,
     HostMemoryShort,
@@ -151,11 +152,14 @@ class Dispatcher:
         """A question in Ollama's API after which the model is unloaded; it may ask for nothing else."""
         context, translation = question.context, question.translation
         assert translation is not None
+        may_unload = context.key is None or context.key.admin
+        if not (translation.path or may_unload):
+            raise Forbidden("this API key may not unload models: `keep_alive: 0` needs a key with `admin`")
         if translation.path:
             self.answer(replace(question, translation=replace(translation, keep_alive=None)), reply)
         else:
             reply.whole(200, [JSON], translation.answer.whole(b"", time.time()))
-        if context.key is None or context.key.admin:
+        if may_unload:
             self._mux.facts.unload(question.target.model, when_idle=True)
 
     def _send_in_turn(self, question: Question, reply: Reply) -> None:
@@ -298,7 +302,7 @@ class Dispatcher:
             preset = question.target.preset
             apart = preset if preset in question.context.access.changes_prompt else model
             work = prefix.read(apart, body, per_token, session)
-        kept = self._stored.find(question.previous_answer, question.context.key)
+        kept = self._stored.find(question.previous_answer, question.context)
         return work._replace(stream=question.stream, owner=kept.backend if kept else "")
 
     def _explain(self, question: Question, work: Work, reply: Reply) -> None:

@@ -162,7 +162,7 @@ class Questions:
         if context.route.path.startswith(SESSIONS):
             _check_session(question)
         if id := _earlier_answer(question):
-            if not self._stored.may_use(id, context.key):
+            if not self._stored.may_use(id, context):
                 raise _no_answer(id)
             question = replace(question, previous_answer=id)
         return self._chosen(question) if question.target.rules else question
@@ -184,7 +184,7 @@ class Questions:
         (What that answer was about, such as an image, does not stand in the question.)
         """
         context = question.context
-        if (kept := self._stored.find(question.previous_answer, context.key)) is None:
+        if (kept := self._stored.find(question.previous_answer, context)) is None:
             return None
         names = names_in(question.target.rules)
         own = [name for name in names if context.access.meant[name].model == kept.model][:1]
@@ -226,7 +226,7 @@ class Questions:
     def _about_answer(self, context: RequestContext, client: Client) -> Question:
         """A request about an earlier answer: for the engine that has it, if that was not evicted since."""
         id = api.answer_in_path(context.request.path)
-        kept = self._stored.find(id, context.key)
+        kept = self._stored.find(id, context)
         if kept is None or not self._is_there(kept):
             raise _no_answer(id)
         found = _target(context, Named(kept.model))
@@ -677,34 +677,42 @@ def _kinds(part: Mapping[str, Any]) -> Iterator[str]:
 
 
 class StoredResponse(NamedTuple):
-    """The model and backend that gave an answer, and the API key that asked for it, with its rights."""
+    """The model and backend that gave an answer, and the digest of the API key that asked for it."""
 
     model: str
     backend: str
-    key: object
+    digest: bytes | None
 
 
 class StoredResponses:
-    """The answers that are remembered. Any thread."""
+    """The answers that are remembered, each of the key that asked for it first. Any thread.
+
+    A key is known by its digest: a reload may change its rights, which are checked when it uses an answer.
+    """
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._kept: dict[str, StoredResponse] = {}
 
     def keep(self, id: str, model: str, backend: str, key: Key | None) -> None:
+        """Remember an answer, unless its id is that of another key's: engines may repeat ids."""
+        response = StoredResponse(model, backend, key.digest if key else None)
         with self._lock:
-            self._kept[id] = StoredResponse(model, backend, key and key.rights)
+            known = self._kept.get(id)
+            if known is not None and known.digest != response.digest:
+                return
+            self._kept[id] = response
             if len(self._kept) > MOST_ANSWERS:
                 del self._kept[next(iter(self._kept))]
 
-    def find(self, id: str, key: Key | None) -> StoredResponse | None:
-        """The answer of that id, if ``key`` asked for it."""
+    def find(self, id: str, context: RequestContext) -> StoredResponse | None:
+        """Return the answer of that id, if the key of a request asked for it and may still use its model."""
         with self._lock:
             kept = self._kept.get(id)
-        return kept if kept and kept.key == (key and key.rights) else None
+        return kept if kept and _may_continue(kept, context) else None
 
-    def may_use(self, id: str, key: Key | None) -> bool:
-        """Return whether a request with ``key`` may refer to the answer of that id.
+    def may_use(self, id: str, context: RequestContext) -> bool:
+        """Return whether a request may refer to the answer of that id.
 
         An engine may keep answers that were forgotten here (by a restart, say), and does not know keys. So an
         unknown id is let through only for those who may read engines' logs as well.
@@ -712,8 +720,14 @@ class StoredResponses:
         with self._lock:
             kept = self._kept.get(id)
         if kept is None:
-            return key is None or key.admin
-        return kept.key == (key and key.rights)
+            return context.key is None or context.key.admin
+        return _may_continue(kept, context)
+
+
+def _may_continue(kept: StoredResponse, context: RequestContext) -> bool:
+    """Return whether an answer belongs to the key of a request, and the key may use its model."""
+    key = context.key
+    return kept.digest == (key and key.digest) and context.access.may_reach(key, kept.model)
 
 
 def engine_route(context: RequestContext) -> api.Route:

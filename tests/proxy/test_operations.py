@@ -9,7 +9,7 @@ from anvil_mux.errors import LoadError
 from anvil_mux.protocol import naming
 from anvil_mux.proxy import operations
 from anvil_mux.telemetry import journal
-from tests.fake_engine import ASK_A, GUARD, JSON_OK, RawClient, Rig
+from tests.fake_engine import ASK_A, GUARD, JSON_OK, RawClient, Rig, answer_of, keyring, shows
 from tests.running import seen
 
 
@@ -119,6 +119,22 @@ def test_nothing_kept_alive_ends_a_load_that_nobody_waits_for(rig):
         )
     rig.events.wait("cancelling")
     rig.events.wait("stopped")
+
+
+def test_keep_alive_of_0_without_the_right_to_unload_is_refused(make_rig):
+    rig = make_rig(keys=keyring("first-secret-key models=a;second-secret-key"))
+    own, admin = shows("first-secret-key"), shows("second-secret-key")
+    nothing = b'{"model":"a","keep_alive":0}'
+    for path in (b"/api/generate", b"/api/chat"):
+        refused = rig.ask(nothing, path, own)
+        assert refused.status == 403
+        assert "`keep_alive: 0`" in refused.json["error"]
+    rig.engine.answers(answer_of(b'{"choices":[{"message":{"content":"x"},"finish_reason":"stop"}]}'))
+    chat = b'{"model":"a","keep_alive":0,"stream":false,"messages":[{"role":"user","content":"x"}]}'
+    answer = rig.ask(chat, b"/api/chat", own)
+    assert (answer.status, answer.json["done_reason"]) == (200, "stop")
+    assert rig.events.of("evicting") == []
+    assert rig.ask(nothing, b"/api/generate", admin).json["done_reason"] == "unload"
 
 
 def test_who_only_looks_loads_nothing(rig):

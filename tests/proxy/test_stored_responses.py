@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from anvil_mux.config.config import Backend
+from anvil_mux.config.values import AnyOf, Preset, Rule
 from anvil_mux.protocol import api, http1, naming
 from anvil_mux.proxy import question
-from anvil_mux.proxy.question import StoredResponses
 from tests.fake_engine import GUARD, SSE_HEAD, FakeEngine, RawClient, Rig, answer_of, chunk, keyring, shows
 from tests.scheduler.test_replicas import fleet
 
@@ -199,14 +199,55 @@ def test_answer_below_upstream_is_known_to_be_its_keys(make_rig):
     answer(ask(rig, "resp_1", own), rig.engine, "resp_2")
 
 
-@pytest.mark.parametrize(("line", "status"), [("requests=9 name=x", 200), ("models=m", 404)])
-def test_another_limit_takes_no_answer_from_a_key_and_other_rights_do(make_rig, line, status):
-    rig = make_rig(keys=keyring("first-secret-key"), backends=(Backend("a", "m", ("0",)),))
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        ("requests=9 name=x", 200),
+        ("models=m", 200),
+        ("models=m,b", 200),
+        ("models=*", 200),
+        ("models=b", 404),
+    ],
+)
+def test_stored_response_of_a_key_whose_rights_change_stays_its_own(make_rig, line, status):
+    backends = (Backend("a", "m", ("0",)), Backend("b", "b", ("0",)))
+    rig = make_rig(keys=keyring("first-secret-key models=m"), backends=backends)
     own = shows("first-secret-key")
     answer(ask(rig, extra=own), rig.engine, "resp_1")
     rig.handler.reconfigure(rig.config, keyring(f"first-secret-key {line}"))
     rig.engine.answers()
     assert rig.get(b"/v1/responses/resp_1", extra=own).status == status
+    going_on = {"model": line[-1] if status == 404 else "m", "input": "x", "previous_response_id": "resp_1"}
+    assert rig.ask(json.dumps(going_on).encode(), b"/v1/responses", own).status == status
+
+
+@pytest.mark.parametrize("name", ["fast", "any"])
+def test_stored_response_of_a_key_for_another_name_is_found(make_rig, name):
+    backend = Backend("a", "m", ("0",), presets=(Preset("fast"),))
+    rig = make_rig(
+        keys=keyring(f"first-secret-key models={name};second-secret-key"),
+        backends=(backend,),
+        any_of={"any": AnyOf((Rule(("m",)),))},
+    )
+    own = shows("first-secret-key")
+    client = rig.client()
+    client.post(b'{"model":"%b","input":"x"}' % name.encode(), b"/v1/responses", own)
+    answer(client, rig.engine, "resp_1")
+    rig.engine.answers()
+    assert rig.get(b"/v1/responses/resp_1", extra=own).status == 200
+
+
+def test_stored_response_whose_id_is_repeated_stays_its_first_owners(make_rig):
+    rig = make_rig(
+        keys=keyring("first-secret-key models=m;second-secret-key models=m"),
+        backends=(Backend("a", "m", ("0",)),),
+    )
+    first, second = shows("first-secret-key"), shows("second-secret-key")
+    for key in (first, second, first):
+        answer(ask(rig, extra=key), rig.engine, "resp_1")
+    rig.engine.answers()
+    assert rig.get(b"/v1/responses/resp_1", extra=first).status == 200
+    assert rig.get(b"/v1/responses/resp_1", extra=second).status == 404
 
 
 def test_an_answer_without_a_length_is_known_though_its_body_comes_behind_its_head(rig, monkeypatch):
@@ -254,12 +295,13 @@ def test_ids_are_read_where_they_stand_and_not_in_what_somebody_wrote():
         assert naming.string_of(body, "previous_response_id") == previous
 
 
-def test_the_oldest_answers_are_forgotten(monkeypatch):
+def test_stored_responses_beyond_the_most_are_forgotten(make_rig, monkeypatch):
     monkeypatch.setattr(question, "MOST_ANSWERS", 2)
-    kept = StoredResponses()
+    rig = make_rig(backends=(Backend("a", "m", ("0",)),))
     for number in range(3):
-        kept.keep(f"resp_{number}", "m", "a", None)
-    assert [kept.find(f"resp_{number}", None) is not None for number in range(3)] == [False, True, True]
+        answer(ask(rig), rig.engine, f"resp_{number}")
+    rig.engine.answers()
+    assert [rig.get(b"/v1/responses/resp_%d" % number).status for number in range(3)] == [404, 200, 200]
 
 
 @pytest.mark.parametrize(
