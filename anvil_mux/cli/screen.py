@@ -82,13 +82,14 @@ def add_events(command: argparse.ArgumentParser) -> None:
 
 
 def ps(given: argparse.Namespace) -> int:
-    from anvil_mux.host.check import shared_gpus
+    from anvil_mux.host.check import engines_of_other_users, shared_gpus
 
     try:
         return answer(given, ask(given, "GET", "/healthz", accept=(200, 503)), _print_status)
     finally:
-        for line in () if given.json else [*left_lines(), *shared_gpus()]:
-            say(line)
+        if not given.json:
+            for line in [*left_lines(), *shared_gpus(), *engines_of_other_users()]:
+                say(line)
 
 
 def _print_status(status: StatusJson) -> None:

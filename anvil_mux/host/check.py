@@ -189,8 +189,10 @@ def shared_gpus() -> list[str]:
 def gpus_of_others(config: HostConfig) -> list[str]:
     """Say which GPUs of a configuration an anvil-mux of another project uses."""
     from anvil_mux.host import claims
+    from anvil_mux.host.gpus import identities
 
-    gpus = {gpu for backend in config.backends for gpu in backend.gpus}
+    named = {gpu for backend in config.backends for gpu in backend.gpus}
+    gpus = set(identities(named).values())
     return [
         f"GPU {each.gpu} is used by another anvil-mux: {each.who}"
         for each in claims.claimed_gpus(os.environ)
@@ -209,6 +211,13 @@ def occupants(config: HostConfig) -> list[str]:
     found = find_occupants(config, state_folder(config.project, os.environ), os.environ, lambda pid: None)
     told = [each for each in found if each.end != STOP]
     return [each.advice for each in told]
+
+
+def engines_of_other_users() -> list[str]:
+    """Say which engines of other users run here, with the commands that end them."""
+    from anvil_mux.host.occupants import of_other_users
+
+    return [each.advice for each in of_other_users(os.environ)]
 
 
 def questions() -> Sequence[Callable[[HostConfig], list[str]]]:

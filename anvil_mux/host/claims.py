@@ -4,7 +4,11 @@ A claim is a socket of the kernel with a name that only one can have, and ends w
 One is to the containers of a project on its container engine: two would adopt and evict each other's engines,
 and the lock in the state folder protects them from programs of the same user alone. Others tell which
 GPUs are used. ``StartClaims`` are to the GPUs on which an engine is being started, until others find it
-there. Only programs in the same network namespace see them.
+there. An engine that is a process holds claims itself (``engine_claims``), as long as it runs: other users
+cannot read its environment. Only programs in the same network namespace see claims.
+
+Anybody may make a claim, so what one says is not more than its maker's word: it keeps engines from a GPU, as
+the memory that a process holds there does, and nothing is ended for it.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import errno
 import logging
 import os
 import pwd
+import re
 import socket
 import struct
 import threading
@@ -25,15 +30,22 @@ from typing import NamedTuple
 
 from anvil_mux.errors import BackendError, MuxError
 from anvil_mux.host.docker_api import ContainerEngine, find_endpoint
+from anvil_mux.host.gpus import identities
 from anvil_mux.host.seam import MACHINE, HostConfig, NotBegun
 from anvil_mux.state import state_folder
 
 log = logging.getLogger(__name__)
 
+Identify = Callable[[Iterable[str]], Mapping[str, str]]
+"""Tells for each name of a GPU the id by which it is known on this machine."""
+
 SOCKETS = Path("/proc/net/unix")
 GPU_CLAIM = "anvil-mux-gpu"
+ENGINE_CLAIM = "anvil-mux-engine"
 LONGEST = 107
 """Bytes that the name of a socket may have."""
+CLAIM_WORD = re.compile(r"[A-Za-z0-9._:-]+")
+"""A word of a claim; what anybody else has bound may hold other characters, or none."""
 CLAIM_SECONDS = 0.5
 """Seconds between two questions whether a start that waits for a claim was cancelled."""
 
@@ -46,21 +58,73 @@ class GpuClaim(NamedTuple):
     project: str
 
     @property
+    def uid(self) -> int | None:
+        """The user of its process; None once that has ended."""
+        try:
+            return os.stat(f"/proc/{self.pid}").st_uid
+        except OSError:
+            return None
+
+    @property
     def who(self) -> str:
         """The process and the project of its anvil-mux, for people."""
         return f"process {self.pid}{_user(self.pid)}, project {self.project}"
 
 
-def claimed_gpus(environ: Mapping[str, str]) -> list[GpuClaim]:
-    """List the GPUs that the anvil-mux of this machine use."""
+class EngineClaim(NamedTuple):
+    """One GPU that an engine which is a process was started on."""
+
+    gpu: str
+    uid: int
+    """The user of its anvil-mux."""
+    project: str
+    backend: str
+
+    @property
+    def user(self) -> str:
+        """The name of the user, for people."""
+        with suppress(KeyError, OverflowError):
+            return pwd.getpwuid(self.uid).pw_name
+        return f"#{self.uid}"  # as sudo has it
+
+
+def claimed_gpus(environ: Mapping[str, str], identify: Identify = identities) -> list[GpuClaim]:
+    """List the GPUs that the anvil-mux of this machine use, by the ids that ``identify`` finds."""
     claims = set()
+    for gpu, pid, project in _claims(GPU_CLAIM, 3, environ):
+        if pid.isdecimal():
+            claims.add(GpuClaim(gpu, int(pid), project))
+    ids = identify({claim.gpu for claim in claims})
+    return sorted({claim._replace(gpu=ids[claim.gpu]) for claim in claims})
+
+
+def engine_claims(
+    environ: Mapping[str, str], gpus: Iterable[str], mark: str, project: str, backend: str
+) -> list[str]:
+    """Return the names of the sockets that an engine is to hold; ``mark`` tells them from all others."""
+    prefix = f"{ENGINE_CLAIM}/{_digest(environ.get(MACHINE, ''))}"
+    names = (f"{prefix}/{gpu}/{os.getuid()}/{mark}/{project}/{backend}" for gpu in gpus)
+    return [name[:LONGEST] for name in names]
+
+
+def claimed_engines(environ: Mapping[str, str]) -> list[EngineClaim]:
+    """List the engines that hold a claim, of whatever user; a long name of a backend may be cut."""
+    claims = set()
+    for gpu, uid, _, project, backend in _claims(ENGINE_CLAIM, 5, environ):
+        if uid.isdecimal():
+            claims.add(EngineClaim(gpu, int(uid), project, backend))
+    return sorted(claims)
+
+
+def _claims(kind: str, count: int, environ: Mapping[str, str]) -> Iterator[list[str]]:
+    """Yield what claims of a kind say, in so many words; those that are not as ours are left out."""
+    machine = _digest(environ.get(MACHINE, ""))
     with suppress(OSError):
         for line in SOCKETS.read_text(errors="replace").splitlines():
             parts = line.rpartition(" ")[2].removeprefix("@").split("/")
-            if parts[:2] == [GPU_CLAIM, _digest(environ.get(MACHINE, ""))] and len(parts) == 5:
-                with suppress(ValueError):
-                    claims.add(GpuClaim(parts[2], int(parts[3]), parts[4]))
-    return sorted(claims)
+            is_of_kind = parts[:2] == [kind, machine] and len(parts) == count + 2
+            if is_of_kind and all(map(CLAIM_WORD.fullmatch, parts)):
+                yield parts[2:]
 
 
 class Claims:
@@ -109,9 +173,8 @@ class Claims:
     def others(self, config: HostConfig) -> list[str]:
         """Say of each GPU of a configuration which other anvil-mux uses it too."""
         gpus = {gpu for backend in config.backends for gpu in backend.gpus}
-        others = [
-            each for each in claimed_gpus(self._environ) if each.gpu in gpus and each.pid != os.getpid()
-        ]
+        ids = set(identities(gpus).values())
+        others = [each for each in claimed_gpus(self._environ) if each.gpu in ids and each.pid != os.getpid()]
         return [f"GPU {each.gpu} is used by another anvil-mux as well: {each.who}" for each in others]
 
     def close(self) -> None:

@@ -134,6 +134,20 @@ def probe(pids: Collection[int] | None = None, *, sensors: bool = False) -> Gpus
     return Gpus(readings, why_none, parts[0].problems, parts[0].driver)
 
 
+def identities(names: Iterable[str], look: Callable[[], Gpus] | None = None) -> dict[str, str]:
+    """Return for each name of a GPU the id by which its driver knows it now.
+
+    A name is its own identity where no driver knows it. A file may name a GPU by its UUID or its device file
+    while the driver is not loaded yet; only such names make the drivers be asked.
+    """
+    names = set(names)
+    if not any(name.startswith(("GPU-", "MIG-", "/")) for name in names):
+        return {name: name for name in names}
+    found = look() if look else probe(())
+    readings = {name: found.find(name) for name in names}
+    return {name: reading.gpu.id if reading else name for name, reading in readings.items()}
+
+
 def look() -> Gpus:
     """Look at all GPUs once, and at what they measure."""
     return probe(sensors=True)

@@ -30,7 +30,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -147,6 +147,8 @@ class LocalHost:
         """The runtime, of use within this package alone."""
         found = gpus.probe() if described is None else Gpus()
         self._inventory = described or Inventory(found.listed, gpus.host_memory()[0], address)
+        listed = Gpus(tuple(gpus.Reading(each) for each in self._inventory.gpus))
+        self._described_gpus = None if described is None else lambda: listed
         self._environ = os.environ if environ is None else environ
         self._state = state = state_folder(config.project, self._environ)
         self._notes = Notes(state)
@@ -246,7 +248,11 @@ class LocalHost:
         return list(found.values())
 
     def occupants(self) -> list[Occupant]:
-        return find_occupants(self._config, self._state, self._environ, self.runtime.owner)
+        return find_occupants(self._config, self._state, self._environ, self.runtime.owner, self._identities)
+
+    def _identities(self, names: Iterable[str]) -> dict[str, str]:
+        """Return for each name of a GPU the id by which this machine knows it now."""
+        return gpus.identities(names, self._described_gpus)
 
     def adopt(self, backend: Backend) -> Found:
         self._loads.pop(backend.name, None)
@@ -309,7 +315,7 @@ class LocalHost:
     @contextmanager
     def _alone_on_gpus(self, backend: Backend, remaining: Callable[[], float]) -> Iterator[None]:
         """Keep other anvil-mux from starting engines on the GPUs of a backend; see ``levels.Guard``."""
-        with self._starts.held(backend.gpus, remaining):
+        with self._starts.held(self._identities(backend.gpus).values(), remaining):
             try:
                 self._refuse_occupied(backend)
             except Occupied:
@@ -322,14 +328,16 @@ class LocalHost:
     def _refuse_occupied(self, backend: Backend) -> None:
         """Raise Occupied if an engine that is not ours may be on the GPUs of a backend."""
         occupants = self.occupants() if backend.gpus else []
-        if occupant := next((each for each in occupants if each.is_on(backend.gpus)), None):
+        ids = [*self._identities(backend.gpus).values()] if occupants else []
+        if occupant := next((each for each in occupants if each.is_on(ids)), None):
             raise Occupied(occupant)
 
     def _check_before_wake(self, backend: Backend) -> None:
         """Raise LoadError if an engine that is not ours may be on the GPUs of a sleeper, which is ended."""
         until = time.monotonic() + backend.load_timeout
         try:
-            with self._starts.held(backend.gpus, lambda: until - time.monotonic()):
+            gpus_held = self._identities(backend.gpus).values()
+            with self._starts.held(gpus_held, lambda: until - time.monotonic()):
                 self._refuse_occupied(backend)
         except NotBegun as error:
             self._swapper.stop(backend)

@@ -7,17 +7,23 @@ started and that still runs is listed here, from what the machine itself tells:
     containers  those of projects that are noted in this user's state folders, and those that Compose made of
                 one of our own files under another name of the project
 
-A process of another user cannot be read, unless by root. Where Docker does not answer, containers that are
-noted may run, if any container does.
+The environment of a process of another user cannot be read, unless by root: there the claims tell that
+engines hold (claims.py). Where Docker does not answer, containers that are noted may run, if any container
+does.
+
+GPUs are told by the ids by which their drivers know them, whatever names files have for them.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from anvil_mux.host import gpus, runs
+from anvil_mux.host.claims import Identify, claimed_engines, claimed_gpus
 from anvil_mux.host.compose_files import original_files
 from anvil_mux.host.docker_api import ComposeContainer, ContainerEngine, Unreachable, find_endpoint
 from anvil_mux.host.notes import Notes, word_of
@@ -30,13 +36,54 @@ STOP = "anvil-mux stop --all"
 
 
 def find_occupants(
-    config: HostConfig, state: Path, environ: Mapping[str, str], owner: Callable[[int], str | None]
+    config: HostConfig,
+    state: Path,
+    environ: Mapping[str, str],
+    owner: Callable[[int], str | None],
+    identify: Identify = gpus.identities,
 ) -> list[Occupant]:
     """List the engines on this machine that are not of the project whose state folder this is.
 
     ``owner``: see ``seam.Runtime``. BackendError if they cannot be determined.
     """
-    return [*_processes(state, environ.get(MACHINE, ""), owner), *_containers(config, state, environ)]
+    found = [
+        *_processes(state, environ.get(MACHINE, ""), owner),
+        *_containers(config, state, environ),
+    ]
+    found += [each for each in of_other_users(environ) if not _is_among(found, each)]
+    ids = identify({id for each in found for id in each.gpus or ()})
+    return [_known_by(ids, each) for each in found]
+
+
+def _known_by(ids: Mapping[str, str], occupant: Occupant) -> Occupant:
+    """Return an occupant with the ids that its GPUs are known by."""
+    if occupant.gpus is None:
+        return occupant
+    return replace(occupant, gpus=tuple(dict.fromkeys(ids[gpu] for gpu in occupant.gpus)))
+
+
+def of_other_users(environ: Mapping[str, str]) -> list[Occupant]:
+    """List the engines that are processes of other users, by the claims that they hold."""
+    held: dict[tuple[str, str, int, str], list[str]] = {}
+    for each in claimed_engines(environ):
+        if each.uid != os.getuid():
+            held.setdefault((each.project, each.backend, each.uid, each.user), []).append(each.gpu)
+    served = {(each.project, each.uid) for each in claimed_gpus(environ)} if held else set()
+    found = []
+    for (project, backend, uid, user), ids in held.items():
+        end = "unload --all" if (project, uid) in served else "stop --all"
+        end = f"sudo -iu {shlex.quote(user)} anvil-mux {end}"
+        found.append(Occupant(backend, project, "user", tuple(ids), end))
+    return found
+
+
+def _is_among(found: Iterable[Occupant], occupant: Occupant) -> bool:
+    """Return whether an engine was found already, by its environment, which root reads."""
+    return any(
+        (each.project, each.gpus) == (occupant.project, occupant.gpus)
+        and each.backend.startswith(occupant.backend)
+        for each in found
+    )
 
 
 def _processes(state: Path, machine: str, owner: Callable[[int], str | None]) -> Iterator[Occupant]:

@@ -36,7 +36,9 @@ from anvil_mux.command import Done
 from anvil_mux.config.config import Backend
 from anvil_mux.config.service import SHOWING, Mounts, container_program, labelled
 from anvil_mux.errors import BackendError, ConfigError, LoadError
+from anvil_mux.host.claims import engine_claims
 from anvil_mux.host.engines import PORT_TAKEN
+from anvil_mux.host.gpus import identities
 from anvil_mux.host.runs import (
     ENGINE,
     MARK,
@@ -453,8 +455,11 @@ class ProcessRuntime:
             if not name.startswith(OURS) and name not in hidden
         }
         env = {**inherited, **variables, **place, MARK: intent.mark, ENGINE: intent.text}
+        ids = identities(backend.gpus).values()
+        claims = engine_claims(self._environ, ids, intent.mark, intent.project, backend.name)
+        log_file = self._log_file(backend.name)
         try:
-            return self._starter.start(argv, cwd=folder, env=env, log=self._log_file(backend.name))
+            return self._starter.start(argv, cwd=folder, env=env, log=log_file, claims=claims)
         except OSError as error:
             raise LoadError(f"service {backend.name} cannot be started: {error}") from None
         except StarterLost as error:

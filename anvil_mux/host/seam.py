@@ -162,8 +162,8 @@ class Occupant:
     """The name of its backend, in the configuration that it was started by."""
     project: str
     origin: str
-    """``left`` (no anvil-mux serves its project), ``served`` (one does), ``user`` (of another user), or
-    ``unknown`` (a container that may run: Docker does not answer)."""
+    """``left`` (no anvil-mux serves its project), ``served`` (one does), ``user`` (a process of another
+    user), or ``unknown`` (a container that may run: Docker does not answer)."""
     gpus: tuple[str, ...] | None = None
     """The ids of the GPUs that it was started on; None: unknown, so it may be on any."""
     end: str = ""

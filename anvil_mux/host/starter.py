@@ -14,11 +14,12 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,16 +46,32 @@ class Child(Protocol):
 class Starter(Protocol):
     """Starts processes, each in a session of its own. One thread at a time asks for one child."""
 
-    def start(self, argv: Sequence[str], *, cwd: str, env: Mapping[str, str], log: Path) -> Child:
-        """Start a process that prints to ``log``. OSError if it cannot be run; StarterLost: nobody knows."""
+    def start(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str,
+        env: Mapping[str, str],
+        log: Path,
+        claims: Sequence[str] = (),
+    ) -> Child:
+        """Start a process that prints to ``log``. OSError if it cannot be run; StarterLost: nobody knows.
+
+        ``claims``: the names of sockets that it holds until its end, which every user of the machine sees.
+        """
 
     def close(self) -> None:
         """Free what this object holds; processes run on."""
 
 
-def _start(argv: Sequence[str], cwd: str, env: Mapping[str, str], log: str) -> subprocess.Popen[bytes]:
+def _start(
+    argv: Sequence[str], cwd: str, env: Mapping[str, str], log: str, claims: Sequence[str]
+) -> subprocess.Popen[bytes]:
     how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(log, how, 0o666), "ab") as output:  # whoever cuts a long log relies on that
+    with ExitStack() as opened:
+        # Whoever cuts a long log relies on O_APPEND.
+        output = opened.enter_context(os.fdopen(os.open(log, how, 0o666), "ab"))
+        held = [each for name in claims if (each := _claim(name, opened)) is not None]
         return subprocess.Popen(
             argv,
             cwd=cwd,
@@ -63,7 +80,18 @@ def _start(argv: Sequence[str], cwd: str, env: Mapping[str, str], log: str) -> s
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=held,
         )
+
+
+def _claim(name: str, opened: ExitStack) -> int | None:
+    """Bind a socket of the kernel to a name, for a child; None where that cannot be: it runs without."""
+    claim = opened.enter_context(socket.socket(socket.AF_UNIX))
+    try:
+        claim.bind(f"\0{name}")
+    except OSError:
+        return None
+    return claim.fileno()
 
 
 def reap(process: subprocess.Popen[bytes]) -> None:
@@ -74,8 +102,16 @@ def reap(process: subprocess.Popen[bytes]) -> None:
 class OwnChildren:
     """Starts children of this process."""
 
-    def start(self, argv: Sequence[str], *, cwd: str, env: Mapping[str, str], log: Path) -> Child:
-        return _OwnChild(_start(argv, cwd, env, str(log)))
+    def start(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str,
+        env: Mapping[str, str],
+        log: Path,
+        claims: Sequence[str] = (),
+    ) -> Child:
+        return _OwnChild(_start(argv, cwd, env, str(log), claims))
 
     def close(self) -> None:
         pass
@@ -106,10 +142,19 @@ class Detached:
         # Guarded by it, which is held for a question and its answer:
         self._program: subprocess.Popen[bytes] | None = None
 
-    def start(self, argv: Sequence[str], *, cwd: str, env: Mapping[str, str], log: Path) -> Child:
+    def start(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str,
+        env: Mapping[str, str],
+        log: Path,
+        claims: Sequence[str] = (),
+    ) -> Child:
+        question = {"start": [list(argv), cwd, dict(env), str(log), list(claims)]}
         with self._lock:
             self._program = self._program or _begin()
-            answer = self._ask(self._program, {"start": [list(argv), cwd, dict(env), str(log)]})
+            answer = self._ask(self._program, question)
         if "errno" in answer:
             raise OSError(answer["errno"], answer["why"], argv[0])
         pid: int = answer["pid"]
@@ -223,9 +268,9 @@ def main() -> None:
 
 
 def _begun(what: list[Any], started: dict[int, subprocess.Popen[bytes]]) -> dict[str, object]:
-    argv, cwd, env, log = what
+    argv, cwd, env, log, claims = what
     try:
-        child = _start(argv, cwd, env, log)
+        child = _start(argv, cwd, env, log, claims)
     except OSError as error:
         return {"errno": error.errno, "why": error.strerror}
     started[child.pid] = child

@@ -117,6 +117,12 @@ def test_long_names_are_claimed_too(make_claims):
     assert claim.gpu == long.gpus[0]
 
 
+def test_claims_tell_one_gpu_by_the_id_that_its_driver_has(make_claims):
+    make_claims().take_gpus(config(dataclasses.replace(A, gpus=("GPU-5a6b",))))
+    known = {"GPU-5a6b": "3"}
+    assert claimed_gpus(os.environ, lambda names: known) == [GpuClaim("3", os.getpid(), "p")]
+
+
 STARTS = """
 import os, sys
 from anvil_mux.host.claims import StartClaims

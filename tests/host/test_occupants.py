@@ -4,6 +4,9 @@ import dataclasses
 import fcntl
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -14,10 +17,12 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.service import Service
 from anvil_mux.errors import Cancelled, LoadError
 from anvil_mux.host import gpus as host_gpus
+from anvil_mux.host.claims import claimed_engines, engine_claims
 from anvil_mux.host.local import LeftEngines, LocalHost
 from anvil_mux.host.notes import Notes
 from anvil_mux.host.occupants import find_occupants
-from anvil_mux.host.seam import MACHINE, HostConfig, Occupant
+from anvil_mux.host.seam import MACHINE, HostConfig, HostGpu, Inventory, Occupant
+from anvil_mux.host.starter import OwnChildren
 from anvil_mux.state import state_folder
 from tests.host.test_processes import running
 
@@ -41,11 +46,11 @@ def open_host(tmp_path):
     """Open hosts for projects, which are closed with the test; ``home`` is where they have their state."""
     hosts = []
 
-    def make(*backends, project="p", home="home", **environ):
+    def make(*backends, project="p", home="home", described=None, **environ):
         config = HostConfig.of(Config(backends, project=project, runtime="process"))
         variables = {**os.environ, "XDG_STATE_HOME": str(tmp_path / home), **environ}
         state_folder(project, variables).mkdir(parents=True, exist_ok=True)
-        hosts.append((LocalHost(config, environ=variables), backends))
+        hosts.append((LocalHost(config, environ=variables, described=described), backends))
         return hosts[-1][0]
 
     yield make
@@ -133,6 +138,85 @@ def test_an_engine_that_another_anvil_mux_serves_is_reported_as_such(open_host, 
         second = open_host(A, home="other")
         assert second.running() == []
         assert second.occupants() == [Occupant("a", "p", "served", ("0",), end)]
+
+
+ONE_GPU = Inventory((HostGpu("0", "GPU-5a6b", "name", 1 << 30),), None, "127.0.0.1")
+
+
+@pytest.mark.parametrize(("first", "second"), [("GPU-5a6b", "0"), ("0", "GPU-5a6b"), ("GPU-5a", "GPU-5a6b")])
+def test_a_gpu_is_one_under_its_index_and_its_uuid(open_host, first, second):
+    holder, asker = dataclasses.replace(A, gpus=(first,)), dataclasses.replace(B, gpus=(second,))
+    open_host(holder, described=ONE_GPU).load(holder, "stop", 1)
+    host = open_host(asker, project="q", described=ONE_GPU)
+    host.running()
+    with pytest.raises(LoadError, match=f"^{HELD}$"):
+        host.load(asker, "stop", 1)
+
+
+@pytest.fixture
+def start_as(monkeypatch, tmp_path):
+    """Start a process that holds the claims of an engine of user 12345; it ends with the test."""
+    starter, children = OwnChildren(), []
+
+    def start(claims):
+        env = {"PATH": os.environ["PATH"]}
+        argv = ["sleep", "1000"]
+        child = starter.start(argv, cwd="/", env=env, log=tmp_path / "stranger.log", claims=claims)
+        children.append(child)
+        return child
+
+    yield start
+    for child in children:
+        if child.code() is None:
+            os.kill(child.pid, signal.SIGKILL)
+            child.code(30.0)
+
+
+@pytest.fixture
+def claims_of_another(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: 12345)
+        return engine_claims(os.environ, ["0", "7"], "f00d", "theirs", "x")
+
+
+def test_engine_of_another_user_keeps_its_gpu_until_it_ends(open_host, start_as, claims_of_another):
+    host = open_host(A)
+    host.running()
+    child = start_as(claims_of_another)
+    end = "sudo -iu '#12345' anvil-mux stop --all"
+    assert host.occupants() == [Occupant("x", "theirs", "user", ("0", "7"), end)]
+    with pytest.raises(LoadError, match=f"^{HELD}$"):
+        host.load(A, "stop", 1)
+    os.kill(child.pid, signal.SIGKILL)
+    child.code(30.0)
+    assert host.occupants() == []
+    host.load(A, "stop", 2)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="another user is needed, which only root can be")
+def test_engine_of_root_is_seen_by_a_user_who_cannot_read_it(open_host):
+    open_host(A).load(A, "stop", 1)
+    said = subprocess.run(
+        [sys.executable, "-c", "from anvil_mux.host.check import *; print(engines_of_other_users())"],
+        user=65534,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "a of the project p, of another user, is on GPU 0. To end it: sudo -iu root anvil" in said.stdout
+
+
+def test_claims_that_no_anvil_mux_made_are_left_out(start_as, claims_of_another):
+    [good, _] = claims_of_another
+    prefix = good.partition("/0/")[0]
+    odd = ["0/1/2/3", "0/-1/f/p/x", "0/1/f/\x1b[2J/x", "0/1/f/p\n/x", "0//f/p/x", "0/1/f/p/x/y", "0/" * 40]
+    before = claimed_engines(os.environ)
+    start_as([f"{prefix}/{each}"[:107] for each in odd])
+    assert claimed_engines(os.environ) == before
+    start_as([f"{prefix}/0/{'9' * 40}/f/p/x"])
+    [claim] = set(claimed_engines(os.environ)) - set(before)
+    assert claim.user == "#" + "9" * 40
 
 
 @pytest.fixture

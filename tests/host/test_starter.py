@@ -37,6 +37,22 @@ def start(starter: Starter, folder: Path, script: str) -> Child:
     return starter.start(["sh", "-c", script], cwd=str(folder), env=ENV, log=folder / "log")
 
 
+def test_a_process_holds_its_claims_until_it_ends(starter: Starter, tmp_path: Path) -> None:
+    names = [f"anvil-mux-test/{tmp_path.name}/{os.getpid()}/{each}" for each in "ab"]
+
+    def held() -> list[str]:
+        return [name for name in names if f"@{name}\n" in Path("/proc/net/unix").read_text()]
+
+    argv = ["sleep", "1000"]
+    child = starter.start(argv, cwd=str(tmp_path), env=ENV, log=tmp_path / "log", claims=names)
+    assert held() == names
+    starter.close()
+    assert held() == names
+    os.kill(child.pid, signal.SIGKILL)
+    assert seen(held, lambda them: not them) == []
+    child.code(PATIENCE)
+
+
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
