@@ -86,9 +86,12 @@ def to_container(
     for name in VISIBLE:
         environment.pop(name, None)  # they would count from 0 among those that the container has
     made.pop("gpus", None)
+    by_cdi = service.cdi_gpus(made)
+    if made.get("runtime") == "nvidia" and not requests and not by_cdi:
+        environment[service.NVIDIA_VISIBLE] = ",".join(gpus)  # Podman ignores reservations
+        return
     if made.get("runtime") == "nvidia":
         made.pop("runtime")
-    by_cdi = service.cdi_gpus(made)
     if by_cdi:
         named = [f"{service.NVIDIA_CDI}={id}" for id in gpus]
         made["devices"] = [*(each for each in made["devices"] if not service.cdi_gpu(each)), *named]

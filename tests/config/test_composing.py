@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from anvil_mux.config import interpolate, service
+from anvil_mux.config import grants, interpolate, service
 from anvil_mux.config.compose import run_compose
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.machines import Gpu, Machine
@@ -55,10 +55,9 @@ def test_a_wider_reservation_is_narrowed_to_the_gpus_counted(tmp_path: Path, for
     found = one(tmp_path, own, form, present=TWO_HERE)
     assert {(each.service_name, each.gpus) for each in found.backends} == {("m", ("1",))}
     made = composed(found)["services"]["m"]
-    assert given(made) == ("1",)
+    assert given({"runtime": "nvidia" if "runtime" in form else None, **made}) == ("1",)
     assert not {"image", "ports", "scale"} & made.keys()
     assert "CUDA_VISIBLE_DEVICES" not in (made.get("environment") or ())
-    assert made.get("runtime") is None
 
 
 @pytest.mark.parametrize(
@@ -91,7 +90,7 @@ def test_a_gpu_that_compose_would_not_give_is_written_into_its_service(tmp_path:
 
 def given(made: Mapping[str, Any]) -> str | tuple[str, ...] | None:
     """The GPUs that Docker gives to a service, as it is described."""
-    return service.reserved(made)
+    return grants.of_container(made, made.get("environment") or {})
 
 
 FORMS = [
@@ -115,8 +114,10 @@ def test_each_has_its_gpus_in_whichever_form_the_service_reserves_them(tmp_path:
     for backend in found.backends:
         made = composed(found, backend.host)["services"][backend.name]
         assert given(made) == backend.gpus
-        assert not {"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"} & set(made["environment"])
-        assert "runtime" not in made
+        by_runtime = {"NVIDIA_VISIBLE_DEVICES"} if "runtime" in form else set()
+        assert {name for name in made["environment"] if "VISIBLE_DEVICES" in name} == by_runtime
+        assert ("runtime" in made) == ("runtime" in form)
+        assert bool(service.gpus_by(made)) != ("runtime" in form), "Podman ignores reservations"
         assert ("/dev/fuse" in made.get("devices", ())) == ("/dev/fuse" in form)
     if "options" in form:
         (device,) = service.reserved_devices(made)
@@ -490,7 +491,7 @@ def test_compose_gives_the_narrowed_gpus_and_leaves_the_rest(tmp_path: Path, for
     assert done.returncode == 0, done.stderr
     (described,) = json.loads(done.stdout)["services"].values()
     assert given(described) == ("1",)
-    assert "runtime" not in described
+    assert ("runtime" in described) == ("runtime" in form)
     assert described["tmpfs"] == ["/t"]
     assert "CUDA_VISIBLE_DEVICES" not in described["environment"]
     assert described["environment"]["OTHER"] == "$$x"

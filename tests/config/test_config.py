@@ -321,7 +321,8 @@ READ = {
         gpus: all -> reservation
         deploy: {resources: {reservations: {devices: [{capabilities: [gpu]}]}}} -> reservation
         devices: ['nvidia.com/gpu=0'] -> cdi
-        runtime: nvidia -> reservation
+        runtime: nvidia ->
+        runtime: nvidia, gpus: all -> reservation
         devices: [/dev/dri] ->
     """,
     "port": """
