@@ -12,12 +12,18 @@ from pathlib import Path
 
 MOST = 16 << 20
 """The most bytes of a file that is read as a whole."""
+ROOM_BYTES = 1024
+"""The room that a file has which is also written when the disk is full; less than a block of any disk."""
 
 
 def state_folder(project: str, environ: Mapping[str, str]) -> Path:
     """The folder of all that outlives the program: notes of its own, records and logs of processes."""
     home = environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
     return Path(home, "anvil-mux", project)
+
+
+SIMULATED = "simulated-hosts"
+"""The folder beside those of projects with the state of hosts that are simulated on this machine."""
 
 
 def is_served(folder: Path) -> bool:
@@ -75,6 +81,39 @@ def write_whole(file: Path, text: str, mode: int = 0o666, *, is_durable: bool = 
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Replace a small file durably; where the disk is full, its content in place, which takes no new room.
+
+    The text is padded with spaces, so that a later one fits into the room of this one.
+    """
+    padded = text.ljust(ROOM_BYTES)
+    try:
+        write_whole(file, padded, is_durable=True)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        with suppress(OSError):
+            file.with_name(f"{file.name}.part").unlink()
+        _overwrite(file, padded, error)
+
+
+def _overwrite(file: Path, text: str, full: OSError) -> None:
+    """Write a text over that of a file which has the room for it; else raise ``full``."""
+    try:
+        opened = os.open(file, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        raise full from None
+    try:
+        content = text.encode()
+        size = os.fstat(opened).st_size
+        if len(content) > max(size, ROOM_BYTES):
+            raise full
+        os.pwrite(opened, content.ljust(size), 0)
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def once(say: Callable[[str], object]) -> Callable[[str], None]:

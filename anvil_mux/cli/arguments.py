@@ -245,22 +245,43 @@ def running_at(url: str) -> RunningMux | None:
 
 
 def unserved() -> list[Path]:
-    """The state folders of this user's projects that have services, and that no anvil-mux serves."""
-    from anvil_mux.state import is_served, state_folder
+    """The state folders of this user's projects that have services, and that no anvil-mux serves.
 
-    noted = [file.parent for file in sorted(state_folder("", os.environ).glob("*/services"))]
-    return [folder for folder in noted if not is_served(folder)]
+    Those on hosts that were simulated on this machine are among them.
+    """
+    from anvil_mux.state import SIMULATED, is_served, state_folder
+
+    home = state_folder("", os.environ)
+    files = [*home.glob("*/services"), *home.glob(f"{SIMULATED}/*/anvil-mux/*/services")]
+    return [file.parent for file in sorted(files) if not is_served(file.parent)]
+
+
+def project_and_host(folder: Path) -> tuple[str, str]:
+    """Return the project whose state folder this is, and the simulated host that it is on; "": on none."""
+    from anvil_mux.state import SIMULATED, state_folder
+
+    host = folder.parent.parent
+    if host.parent != state_folder(SIMULATED, os.environ):
+        return folder.name, ""
+    return folder.name.removesuffix(f"-{host.name}"), host.name
+
+
+def named_by_host(folder: Path) -> str:
+    """Return the project whose state folder this is and its simulated host, for people."""
+    project, host = project_and_host(folder)
+    return f"{project} on the simulated host {host}" if host else project
 
 
 def left_lines(project: str = "") -> Iterator[str]:
     """A line for each project that nobody serves and whose engines run all the same, but for this one."""
     from anvil_mux.host.local import LeftEngines
 
-    for left in map(LeftEngines, unserved()):
-        if left.names and left.project != project:
+    for folder in unserved():
+        left = LeftEngines(folder)
+        if left.names and project_and_host(folder) != (project, ""):
             runs, them = ("runs", "it") if len(left.names) == 1 else ("run", "them")
             still = f"{', '.join(left.names)} still {runs}, and may hold a GPU"
-            yield f"left by {left.project}: {still}; `anvil-mux stop --all` ends {them}"
+            yield f"left by {named_by_host(folder)}: {still}; `anvil-mux stop --all` ends {them}"
 
 
 def _running() -> list[RunningMux]:

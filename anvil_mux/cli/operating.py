@@ -24,6 +24,8 @@ from anvil_mux.cli.arguments import (
     argument,
     ask,
     configuration,
+    named_by_host,
+    project_and_host,
     reader,
     running_at,
     subcommand,
@@ -115,7 +117,10 @@ def add_stop(command: argparse.ArgumentParser) -> None:
 
 
 def stop(given: argparse.Namespace) -> int:
-    """End the engines that an anvil-mux has left; one that runs is asked to unload all its models."""
+    """End the engines that an anvil-mux has left, on hosts that it simulated too.
+
+    One that runs is asked to unload all its models.
+    """
     from anvil_mux.config.config import Config
     from anvil_mux.host.local import LeftEngines
     from anvil_mux.serve.files import locked
@@ -127,13 +132,18 @@ def stop(given: argparse.Namespace) -> int:
         folders = [state_folder(configuration(given.files).project, os.environ)]
         if is_served(folders[0]):
             return answer(given, ask(given, "POST", "/models/unload", {"all": True}), _say_unloaded)
-    projects: list[LeftEngines] = []
+        project = folders[0].name
+        folders += [
+            each for each in unserved() if each != folders[0] and project_and_host(each)[0] == project
+        ]
+    projects: dict[str, LeftEngines] = {}
     for folder in folders:
-        with locked(Config((), project=folder.name)):
-            projects.append(LeftEngines(folder))
-            projects[-1].stop()
-    problems = [f"{each.project}: {each.problem}" for each in projects if each.problem]
-    stopped = {each.project: each.names for each in projects if each.names}
+        environ = {**os.environ, "XDG_STATE_HOME": str(folder.parent.parent)}
+        with locked(Config((), project=folder.name), environ):
+            left = projects[named_by_host(folder)] = LeftEngines(folder)
+            left.stop()
+    problems = [f"{name}: {each.problem}" for name, each in projects.items() if each.problem]
+    stopped = {name: each.names for name, each in projects.items() if each.names}
     if stopped or not problems:
         answer(given, {"stopped": stopped}, _say_stopped)
     if problems:

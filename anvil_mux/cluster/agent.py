@@ -53,7 +53,7 @@ from anvil_mux.host import check
 from anvil_mux.host.local import LocalHost, inventory, machine_id
 from anvil_mux.host.seam import LOG_LINES, Host, HostConfig, HostNews, Inventory
 from anvil_mux.protocol import foreign
-from anvil_mux.state import note_holder, open_lock, state_folder, text_of, try_lock, write_whole
+from anvil_mux.state import note_holder, open_lock, replace_text, state_folder, text_of, try_lock, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -634,8 +634,11 @@ class Ownership:
         return owner
 
     def _write(self, owner: Owner, *, is_given_up: bool) -> None:
+        """Write down the owner; also on a full disk, unless nobody has ever claimed the host."""
+        if (owner, is_given_up) == (self._owner, self._is_given_up):
+            return
         try:
-            write_whole(self._file, json.dumps({**owner._asdict(), "given_up": is_given_up}), is_durable=True)
+            replace_text(self._file, json.dumps({**owner._asdict(), "given_up": is_given_up}))
         except OSError as error:
             raise BackendError(f"{self._file} cannot be written: {error.strerror}") from None
         self._owner, self._is_given_up = owner, is_given_up

@@ -27,7 +27,7 @@ from anvil_mux.config.machines import Gpu, Machine
 from anvil_mux.errors import BackendError, MuxError
 from anvil_mux.host.local import inventory, machine_id
 from anvil_mux.host.seam import HostConfig, Inventory
-from anvil_mux.state import state_folder, write_whole
+from anvil_mux.state import SIMULATED, state_folder, write_whole
 
 AGENT_SECONDS = 15.0
 """How long the agents of hosts may take to start when the cluster is reached."""
@@ -59,7 +59,7 @@ def reach(
     """
     control: ChildControl | SimulatedHosts
     if address == LOCAL:
-        control = SimulatedHosts(Path(state_folder("simulated-hosts", os.environ)))
+        control = SimulatedHosts(state_folder(SIMULATED, os.environ))
     elif importlib.util.find_spec("ray") is None:
         raise CannotReach("--cluster needs Ray: pip install 'anvil-mux[ray]' (bin/anvil-mux brings it)")
     else:

@@ -656,6 +656,8 @@ class LeftEngines:
 
     def __init__(self, folder: Path) -> None:
         self.project = folder.name
+        self._environ = {**os.environ, "XDG_STATE_HOME": str(folder.parent.parent)}
+        """The variables by which the state folder is found."""
         self.problem = ""
         """Why it is not known of some of them whether they run; "" if it is."""
         self._running: list[tuple[Runtime, Backend]] = []
@@ -670,7 +672,8 @@ class LeftEngines:
                 self._look(kind, backends)
 
     def _look(self, kind: str, backends: list[Backend]) -> None:
-        runtime = build_runtime(HostConfig(tuple(backends), project=self.project, runtime=kind))
+        config = HostConfig(tuple(backends), project=self.project, runtime=kind)
+        runtime = build_runtime(config, environ=self._environ)
         try:
             running = runtime.running()
         except MuxError as error:

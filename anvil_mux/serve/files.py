@@ -213,12 +213,12 @@ def _stamp(file: str) -> Stamp:
 
 
 @contextmanager
-def locked(config: Config) -> Iterator[int]:
-    """Hold the lock of the project, whose descriptor it is.
+def locked(config: Config, environ: Mapping[str, str] = os.environ) -> Iterator[int]:
+    """Hold the lock of the project, whose descriptor it is; ``environ`` says where its state folder is.
 
     The kernel lets go of it however the program ends, once the commands that it ran have ended too.
     """
-    folder = state_folder(config.project, os.environ)
+    folder = state_folder(config.project, environ)
     try:
         descriptor = open_lock(folder)
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 import anvil_mux
+from anvil_mux import state
 from anvil_mux.cluster import agent as agent_module
 from anvil_mux.cluster import frames
 from anvil_mux.cluster.agent import Agent, _lacks
@@ -307,6 +309,35 @@ def test_a_driver_that_is_loaded_later_is_seen_and_one_that_hangs_holds_up_one_c
     assert first("inventory").gpus == (gpu,)
     gate.set()
     held_up.join()
+
+
+def test_a_host_whose_disk_has_become_full_may_be_claimed_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.owned().agent.close()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(state, "write_whole", full)
+    rig.owned(owner=FIRST).agent.close()
+    later = rig.owned(owner=FIRST._replace(epoch=7))
+    later.agent.close()
+    agent = rig.agent()
+    assert (agent.hello()["epoch"], agent.hello()["owner_id"]) == ("7", FIRST.id)
+    with pytest.raises(Fenced):
+        Caller(agent, FIRST)("claim", FIRST.name, True)
+
+
+def test_a_host_that_nobody_has_claimed_before_its_disk_is_full_says_so(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(state, "write_whole", full)
+    with pytest.raises(BackendError, match="owner cannot be written: No space left on device"):
+        rig.owned()
 
 
 def test_the_owner_outlives_the_agent(rig: Rig):

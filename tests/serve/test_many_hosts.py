@@ -124,6 +124,29 @@ def engines_of(state, host):
     return {name: pid for name, pid in pids.items() if running(pid)}
 
 
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("words", [["--all"], ["--file"]], ids=" ".join)
+def test_engines_left_on_simulated_hosts_are_listed_and_ended(
+    file, tmp_path, monkeypatch, capsys, how, words
+):
+    state = tmp_path / "state"
+    monkeypatch.setenv("XDG_STATE_HOME", str(state))
+    mux = serve(file, "--cluster", "local", "--on-exit", "keep", state=state)
+    assert mux.chat("far")[0] == 200, mux.output
+    engine = engines_of(state, "beta")["far.beta.0"]
+    assert main(["stop", "--all"]) == 0
+    assert "no engine was left running" in capsys.readouterr().err
+    mux.stop(how)
+    left = "left by many-hosts on the simulated host beta: far.beta.0 still runs"
+    assert main(["ps", "--url", "127.0.0.1:1"]) == 3
+    assert left in capsys.readouterr().err
+    assert main(["check", str(file)]) == 0
+    assert left in capsys.readouterr().err
+    assert main(["stop", *words, *([str(file)] if words == ["--file"] else [])]) == 0
+    assert "many-hosts on the simulated host beta: stopped far.beta.0" in capsys.readouterr().err
+    gone(engine)
+
+
 OTHER = {"here": SERVICES["here"], "other": service("other", hosts=["beta"], gpu_count=1)}
 
 
