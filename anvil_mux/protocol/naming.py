@@ -13,6 +13,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 from urllib.parse import parse_qs, quote, unquote_plus
 
 from anvil_mux.errors import BadRequest, TooLarge
@@ -47,12 +48,30 @@ _START = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*\{")
 _EMPTY = re.compile(rb"[ \t\r\n]*\}")
 _COLON = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*")
 _RUN = re.compile(rb'[^"\\]*(?:\\.[^"\\]*){0,500}', re.DOTALL)
-_MAX_KEY = 6 * len("context_window_fallbacks") + 2
+_MAX_KEY = 6 * len("input_audio_transcription") + 2
 """The longest key of interest, with every character escaped, and its quotes."""
 _MORE_MODELS = re.compile(r"models|(?:\w+_)?fallbacks", re.IGNORECASE)
 _MORE_MARKS = (b'models"', b'fallbacks"', b"\\u")
 """Parts of a body of which one is there, in small letters, if a key of it is ``_MORE_MODELS``."""
 _LONGEST_MARK = max(map(len, _MORE_MARKS))
+_MODEL_KEY = re.compile(r"(?:\w+_)?(?:model|fallback)s?", re.IGNORECASE)
+"""The keys under which a part of a body, or a field of a form, names a model."""
+_FREE_TEXT = frozenset(
+    ("messages", "input", "prompt", "system", "instructions", "metadata", "documents", "query", "texts")
+)
+"""The keys of a body whose values are what people and models wrote."""
+_SCHEMAS = frozenset(
+    (
+        *("functions", "input_schema", "schema", "properties", "text", "response_format", "json_schema"),
+        *("format", "guided_json", "structured_outputs", "output_config", "chat_template_kwargs"),
+    )
+)
+"""The keys, also within tools, whose values describe data, in which `model` is a word like any other."""
+_ADAPTERS = re.compile(r"(?:lora|adapter)s?(?:_(?:id|ids|name|path|paths|request|source))?", re.IGNORECASE)
+"""The keys of a body by which engines choose an adapter for one request."""
+_MARK = re.compile(rb'["\[\]{}]')
+MAX_PART_PARSED = 4 * 1024 * 1024
+"""The most bytes of one value of a body that is read for further models."""
 
 
 def model_and_stream(body: bytes | bytearray) -> tuple[str | None, bool]:
@@ -192,6 +211,11 @@ def checked(model: object) -> str:
     return model
 
 
+def is_object(body: bytes | bytearray) -> bool:
+    """Return whether a body begins as a JSON object does."""
+    return _START.match(body) is not None
+
+
 def refuse_more_models(body: bytes | bytearray) -> None:
     """Refuse a body with `models` or `fallbacks`, in which some servers take others to ask if the first one
     fails.
@@ -201,8 +225,87 @@ def refuse_more_models(body: bytes | bytearray) -> None:
         return
     for key, _ in _top_level_keys(body, opening.end()):
         if _MORE_MODELS.fullmatch(key):
-            text = f"`{key}` may name other models of the server; that needs a key with `admin`"
-            raise BadRequest(text, param=key, status=403)
+            raise more_models_in(key)
+
+
+def more_models_in(key: str) -> BadRequest:
+    """Return the error for a field that may name other models than the one that is asked for."""
+    text = f"`{key}` may name other models of the server; that needs a key with `admin`"
+    return BadRequest(text, param=key, status=403)
+
+
+def inner_models(body: bytes | bytearray) -> list[str]:
+    """Return the models that a JSON body names elsewhere than by its own ``model``.
+
+    Tools, realtime sessions, drafts and plugins have models of their own. Messages, schemas and other free
+    text are not searched. BadRequest, TooLarge.
+    """
+    opening = _START.match(body)
+    names: list[str] = []
+    for key, start in _top_level_keys(body, opening.end()) if opening else ():
+        spelled, first = key.lower(), body[start : start + 1]
+        if spelled == "model" or spelled in _FREE_TEXT or spelled in _SCHEMAS:
+            continue
+        if first == b'"' and _MODEL_KEY.fullmatch(key):
+            names.append(_parsed(body[start : _string_value(body, start)]))
+        elif first in (b"{", b"["):
+            part = body[start : _value_end(body, start)]
+            lowered = part.lower()
+            if b"model" in lowered or b"fallback" in lowered or b"\\u" in lowered:
+                names += _names_within(key, _parsed(part))
+    return names
+
+
+def _parsed(part: bytes | bytearray) -> Any:
+    """Parse one value of a body; objects become tuples of pairs."""
+    try:
+        foreign.check(part, of_request=True)
+        return _DECODER.decode(part.decode())
+    except ValueError as error:
+        raise BadRequest(f"the body is not JSON: {error}", param="body") from None
+
+
+def _names_within(key: str, value: Any) -> Iterator[str]:
+    """Yield the strings below keys that name models, in the value of ``key``."""
+    remaining: list[tuple[str, Any]] = [(key, value)]
+    while remaining:
+        key, value = remaining.pop()
+        names_models = _MODEL_KEY.fullmatch(key) is not None
+        if isinstance(value, str):
+            if names_models and value:
+                yield value
+        elif isinstance(value, list):
+            remaining += [(key, each) for each in value]
+        elif isinstance(value, tuple):
+            kind = next((each for name, each in value if name == "type"), None)
+            has_schema = not isinstance(kind, str) or kind in ("function", "custom")
+            for name, each in value:
+                spelled = name.lower()
+                if not (spelled in _SCHEMAS or (spelled == "parameters" and has_schema)):
+                    remaining.append((key if names_models else name, each))
+
+
+def _value_end(body: bytes | bytearray, start: int) -> int:
+    """Return the index just past the object or array that begins at ``start``; TooLarge, BadRequest."""
+    depth, position, limit = 0, start, start + MAX_PART_PARSED
+    while mark := _MARK.search(body, position, limit):
+        position = mark.end()
+        if mark[0] == b'"':
+            position = _string_end(body, position)
+            continue
+        depth += 1 if mark[0] in b"[{" else -1
+        if depth == 0:
+            return position
+    if limit < len(body):
+        raise TooLarge(f"a part of the body other than its messages is over {MAX_PART_PARSED} bytes")
+    raise _broken()
+
+
+def adapter_field(body: bytes | bytearray) -> str:
+    """Return the key by which a JSON body chooses an adapter of its engine; "" if it has none."""
+    opening = _START.match(body)
+    keys = _top_level_keys(body, opening.end()) if opening else ()
+    return next((key for key, _ in keys if _ADAPTERS.fullmatch(key)), "")
 
 
 def _may_have_more_models(body: bytes | bytearray) -> bool:
@@ -332,6 +435,12 @@ def in_urlencoded(body: bytes | bytearray) -> tuple[str | None, bool]:
     return model_in_query(fields), stream in ("true", "1")
 
 
+def more_in_urlencoded(body: bytes | bytearray) -> str:
+    """Return the field of a form without files that may name other models; "" if it has none."""
+    fields = parse_qs(body.decode("ascii"), keep_blank_values=True, max_num_fields=MAX_PARTS)
+    return next((field for field in fields if _names_more(field.encode("utf-8", "replace"))), "")
+
+
 def model_in_query(query: str) -> str | None:
     """The model that ``?model=`` names; two different ones are refused."""
     if not query:
@@ -387,6 +496,8 @@ class MultipartModelScanner:
     def __init__(self, boundary: bytes) -> None:
         self.model: str | None = None
         self.stream = False
+        self.more = ""
+        """The name of a field that may name other models; "" if there is none."""
         self.span: tuple[int, int] | None = None
         """The span of the model's value in the whole body."""
         self._delimiter = b"\r\n--" + boundary
@@ -449,7 +560,11 @@ class MultipartModelScanner:
         self._parts += 1
         if self._parts > MAX_PARTS:
             raise BadRequest(f"the form has more than {MAX_PARTS} parts", param="body")
-        self._step = self._value if self._field else self._content
+        if self._field in ("model", "stream"):
+            self._step = self._value
+        else:
+            self.more = self.more or self._field
+            self._step = self._content
         return True
 
     def _epilogue(self) -> bool:
@@ -474,8 +589,9 @@ class MultipartModelScanner:
 
 
 def _field_name(head: bytes) -> str:
-    """The name of a field, model or stream, if a part's head has one of these and it is no file; else
-    nothing. BadRequest for a file of the name model, which some servers read as the field.
+    """Return the name of a field, if it is model or stream and no file, or may name other models; else "".
+
+    BadRequest for a file of the name model, which some servers read as the field.
     """
     for name, value in parse_fields(head):
         if name.lower() == b"content-disposition":
@@ -490,7 +606,15 @@ def _field_name(head: bytes) -> str:
                 raise BadRequest("`model` in a form is a text, and no file", param="model")
             if names in ([b"model"], [b"stream"]) and not is_file:
                 return names[0].decode("ascii")
+            if names and _names_more(names[0]):
+                return names[0].decode("latin-1")
     return ""
+
+
+def _names_more(field: bytes) -> bool:
+    """Return whether a field of a form may name models, and is not the `model` itself."""
+    spelled = _as_some_read(field)
+    return spelled != b"model" and _MODEL_KEY.fullmatch(spelled.decode("latin-1")) is not None
 
 
 def _as_some_read(name: bytes) -> bytes:

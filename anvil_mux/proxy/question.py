@@ -159,8 +159,7 @@ class Questions:
         if VIA in context.request.fields:
             _refuse_loop(context)
         question = self._read(context, client)
-        if context.route.path.startswith(SESSIONS):
-            _check_session(question)
+        _check_inner_names(question)
         if id := _earlier_answer(question):
             if not self._stored.may_use(id, context):
                 raise _no_answer(id)
@@ -399,6 +398,12 @@ def _refuse_more_models(context: RequestContext, body: bytes | bytearray) -> Non
         naming.refuse_more_models(body)
 
 
+def _refuse_more_fields(context: RequestContext, field: str) -> None:
+    """Refuse a form with a field that may name more models, as ``_refuse_more_models`` does a body."""
+    if field and context.access.has_external and context.key and not context.key.admin:
+        raise naming.more_models_in(field)
+
+
 def _from_form(context: RequestContext, client: Client) -> Question:
     kind = context.request.fields.get(b"content-type", b"")
     if _coding(context.request):
@@ -408,6 +413,7 @@ def _from_form(context: RequestContext, client: Client) -> Question:
         if not naming.is_urlencoded(kind, body):
             raise BadRequest("this route takes a form, not JSON", status=415)
         named, wants_stream = naming.in_urlencoded(body)
+        _refuse_more_fields(context, naming.more_in_urlencoded(body))
         return Question(
             context, target(context, named), body, named, stream=wants_stream and context.route.streams
         )
@@ -418,6 +424,7 @@ def _from_form(context: RequestContext, client: Client) -> Question:
     try:
         spool.fill(client.read_pieces(context.request, context.access.config.max_upload), scanner.feed)
         scanner.finish()
+        _refuse_more_fields(context, scanner.more)
         found = target(context, scanner.model)
     except BaseException:
         spool.close()
@@ -503,34 +510,43 @@ def _check_names(context: RequestContext, model: str, path: str, body: bytes | b
         scanner.feed(bytes(body))
         scanner.finish()
         names.append(scanner.model)
+        if scanner.more:
+            raise naming.more_models_in(scanner.more)
     elif naming.is_urlencoded(kind, body):
         names.append(naming.in_urlencoded(body)[0])
+        if more := naming.more_in_urlencoded(body):
+            raise naming.more_models_in(more)
     elif api.api_of(path) == "ollama":
-        names.append(ollama.name_in(parse(body)))
-    elif route and route.path.startswith(SESSIONS):
-        naming.refuse_more_models(body)
-        names += [name for name, _ in naming.session_models(body)]
+        names += [ollama.name_in(parse(body)), *naming.inner_models(body)]
     else:
         naming.refuse_more_models(body)
-        names.append(naming.model_and_stream(body)[0])
+        names += [naming.model_and_stream(body)[0], *naming.inner_models(body)]
     _check_names_there(context, model, names)
 
 
-def _check_session(question: Question) -> None:
-    """Check that a session at a server elsewhere names, beside its model, only what the key may use there."""
+def _check_inner_names(question: Question) -> None:
+    """Check what the body of a request names beside its model: models of a server elsewhere, adapters.
+
+    Tools and sessions may have models of their own. A server elsewhere has more models than the configuration
+    says, so each must be one that the key may use there. Who may use one preset may choose no other adapter.
+    """
     context, aim, body = question.context, question.target, question.body
-    models = {aim.model, *names_in(aim.rules), *(step.model for step in aim.chain)}
-    if (
-        context.key is None
-        or context.key.admin
-        or isinstance(body, Spool)
-        or not any(each.url and each.model in models for each in context.access.config.backends)
-    ):
+    key, access = context.key, context.access
+    if key is None or key.admin or isinstance(body, Spool) or not naming.is_object(body):
         return
-    names = [name for name, _ in naming.session_models(body)]
-    if question.named in names:
-        names.remove(question.named)
-    _check_names_there(context, aim.model, names)
+    if not aim.rules and not access.may_use(key, aim.model) and (field := naming.adapter_field(body)):
+        raise Forbidden(f"this API key may use {aim.preset}, but not all of {aim.model}: leave out `{field}`")
+    models = {aim.model, *names_in(aim.rules), *(step.model for step in aim.chain)}
+    elsewhere = {each.model for each in access.config.backends if each.url and each.model in models}
+    if not elsewhere or context.route.model_in == "upstream":
+        return
+    names: list[str | None] = [*naming.inner_models(body)]
+    if context.route.model_in == "session":
+        names.append(naming.model_and_stream(body)[0])
+        if question.named in names:  # the session's own
+            names.remove(question.named)
+    for model in sorted(elsewhere):
+        _check_names_there(context, model, names)
 
 
 def _check_names_there(context: RequestContext, model: str, names: Iterable[str | None]) -> None:

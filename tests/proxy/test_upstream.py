@@ -543,3 +543,86 @@ def test_a_model_in_the_query_of_any_route_is_what_the_engine_calls_the_one_aske
     asked = rig.passes(body, path + b"?x=1&mod%65l=o1-pro", engine=rig.other)
     assert asked.head.startswith(b"POST %b?x=1&model=b-inside HTTP/1.1\r\n" % target)
     assert rig.ask(body, path + b"?model=a&model=b").status == 400
+
+
+INNER = [
+    (b"/v1/responses", b'{"model":"c","input":"x","tools":[{"type":"image_generation","model":"%b"}]}'),
+    (b"/v1/responses", b'{"model":"c","input":"x","Tools":[{"Model":"%b","type":"image_generation"}]}'),
+    (b"/v1/responses", b'{"model":"c","tools":[{"type":"x:image","parameters":{"model":"%b"}}],"input":"x"}'),
+    (b"/v1/responses", b'{"model":"c","input":"x","to\\u006fls":[{"mod\\u0065l":"%b"}]}'),
+    (b"/v1/messages", b'{"model":"c","messages":[],"tools":[{"type":"advisor_1","model":"%b"}]}'),
+    (CHAT, b'{"model":"c","messages":[],"plugins":[{"id":"fusion","analysis_models":["%b"]}]}'),
+    (CHAT, b'{"model":"c","messages":[],"draft_model":"%b"}'),
+    (CHAT, b'{"model":"c","messages":[],"speculative":{"draft":{"model":"%b"}}}'),
+    (CHAT, b'{"model":"c","messages":[],"user_config":{"model_list":[{"litellm_params":{"model":"%b"}}]}}'),
+    (CHAT, b'{"model":"c","messages":["' + b"x" * 300_000 + b'"],"tools":[{"model":"%b"}]}'),
+    (b"/v1/rerank", b'{"model":"c","query":"x","documents":[],"embedding_model":"%b"}'),
+    (b"/v1/engines/c/chat/completions", b'{"messages":[],"tools":[{"type":"x","model":"%b"}]}'),
+    (b"/v1/realtime/client_secrets", b'{"session":{"model":"c","tools":[{"type":"x","model":"%b"}]}}'),
+    (b"/api/chat", b'{"model":"c","messages":[],"tools":[{"type":"x","model":"%b"}]}'),
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "status"),
+    [(ALL, b"o1-pro", 404), (ALL, b"c-inside", 200), (ADMIN, b"o1-pro", 200)],
+)
+@pytest.mark.parametrize(("path", "body"), INNER)
+def test_model_within_a_body_for_an_external_server_is_checked(make_rig, path, body, key, name, status):
+    rig = make_rig(keys=keyring(KEYS), backends=(*BACKENDS, CLOUD))
+    extra = b"X-Anvil-Explain: 1\r\nx-api-key: %b\r\n" % key.encode()
+    answer = rig.ask(body.replace(b"%b", name), path, extra)
+    assert (answer.status, answer.json.get("error", {}) != {}) == (status, status == 404)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"c","messages":[{"role":"user","content":"x","model":"o1-pro"}]}',
+        b'{"model":"c","messages":[],"metadata":{"model":"o1-pro"}}',
+        b'{"model":"c","messages":[],"tools":[{"type":"function","function":{"name":"f","parameters":'
+        b'{"type":"object","properties":{"model":{"type":"string","default":"o1-pro"}},"required":["model"]}}}]}',
+        b'{"model":"c","messages":[],"response_format":{"json_schema":{"schema":{"model":"o1-pro"}}}}',
+        b'{"model":"c","messages":[],"tools":[{"name":"f","input_schema":{"x":{"model":"o1-pro"}}}]}',
+        b'{"model":"c","messages":[],"stop":["model"],"user":"model","model_identity":"You are o1-pro"}',
+    ],
+)
+def test_model_in_free_text_and_schemas_is_not_checked(make_rig, body):
+    rig = make_rig(keys=keyring(KEYS), backends=(*BACKENDS, CLOUD))
+    extra = b"X-Anvil-Explain: 1\r\nx-api-key: %b\r\n" % ALL.encode()
+    assert rig.ask(body, CHAT, extra).status == 200
+
+
+def test_model_within_a_body_for_an_engine_of_one_model_is_passed_on(make_rig):
+    rig = make_rig(keys=keyring(KEYS), backends=(*BACKENDS, CLOUD))
+    rig.engine.answers()
+    body = b'{"model":"a","messages":[],"tools":[{"type":"image_generation","model":"o1-pro"}]}'
+    assert rig.ask(body, CHAT, shows(OWN)).status == 200
+
+
+PART = b'--b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n'
+
+
+@pytest.mark.parametrize("field", [b"models", b"models[]", b"Fallbacks", b"draft_model"])
+def test_form_with_a_field_for_further_models_is_refused(make_rig, field):
+    rig = make_rig(keys=keyring(KEYS), backends=(*BACKENDS, CLOUD))
+    rig.engine.answers()
+    form = PART % (b"model", b"a") + PART % (field, b"o1-pro") + b"--b--\r\n"
+    path = b"/v1/audio/transcriptions"
+    assert rig.ask(form, path, shows(ALL), FORM).status == 403
+    assert rig.ask(form, path, shows(ADMIN), FORM).status == 200
+    urlencoded = b"model=a&%b=o1-pro" % field
+    kind = b"application/x-www-form-urlencoded"
+    assert rig.ask(urlencoded, path, shows(ALL), kind).status == 403
+
+
+@pytest.mark.parametrize(
+    "field", [b'"lora":[{"id":1,"scale":1}]', b'"lora_path":"other"', b'"adapter_id":"x"']
+)
+def test_key_for_a_preset_may_choose_no_other_adapter(make_rig, field):
+    backend = Backend("a", "a", ("0",), served_model="a-inside", presets=(Preset("fast"),))
+    rig = make_rig(keys=keyring(KEYS), backends=(backend,))
+    rig.engine.answers()
+    body = b'{"model":"fast","messages":[],%b}' % field
+    assert rig.ask(body, CHAT, shows(FAST)).status == 403
+    assert rig.ask(body, CHAT, shows(OWN)).status == 200
