@@ -394,6 +394,9 @@ class House:
     def differs(self, backend: Backend) -> str:
         return ""
 
+    def ping(self) -> str:
+        return ""
+
     def is_frozen(self, backend: Backend) -> bool:
         return backend.name in self.frozen
 

@@ -32,7 +32,7 @@ ALLOWED = {
 """Package -> the modules of host/ that it may use. ``engines`` has what differs between engines;
 ``local`` opens the host, ``hosts`` asks servers that are on none, and ``check`` is for commands on the same
 machine."""
-BELOW = {"Runtime", "NotBegun"}
+BELOW = {"Runtime"}
 """The names of the seam's that are of the host's alone: they are below it."""
 
 OUTSIDE = sorted(module for module in MODULES if package(module) != "host")

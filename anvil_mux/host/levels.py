@@ -170,7 +170,8 @@ class Swapper:
         raise LoadError(f"{backend.name} {ended} when it was ready")
 
     def evict(self, backend: Backend, level: str = "stop") -> Evicted:
-        """Evict to the standby level ``level``, or to a deeper one."""
+        """Evict to the standby level ``level``, or to a deeper one; NotBegun if nothing can be stopped."""
+        self._check_control()
         held = self._held(backend, resident=True)
         died = self.ended(backend)
         if not died and self._dozes(backend):
@@ -186,6 +187,11 @@ class Swapper:
                 engines.await_notice(backend, self.url(backend))
         lines = tuple(self.log_tail(backend)) if died else ()
         return replace(self._stop_or_kill(backend, held), died=died or "", log=lines)
+
+    def _check_control(self) -> None:
+        """Raise NotBegun if what stops services does not answer: nothing is begun that cannot be ended."""
+        if why := self.runtime.ping():
+            raise NotBegun(why)
 
     def _dozes(self, backend: Backend) -> bool:
         """Return whether its engine has given up its memory by itself."""
@@ -219,6 +225,7 @@ class Swapper:
 
         A sleeper can be checkpointed as it is; for a deeper sleep it would have to be woken.
         """
+        self._check_control()
         held = self._held(backend, resident=False)
         standby = self._levels[level]
         if isinstance(standby, Checkpoint) and before in SLEEPS:

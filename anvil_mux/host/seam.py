@@ -340,6 +340,10 @@ class HostNews(NamedTuple):
     what: AnyNews
 
 
+class NotBegun(BackendError):
+    """A step failed before anything was done: the service is as it was."""
+
+
 class Host(Protocol):
     """One machine with GPUs and a container runtime, or plain processes.
 
@@ -387,7 +391,10 @@ class Host(Protocol):
         """
 
     def cancel(self, backend: Backend, number: int) -> None:
-        """End the load of that number before its time, also if it has not begun yet. Never blocks."""
+        """End the load of that number before its time, also if it has not begun yet. Never blocks.
+
+        It is noted before anything that can fail, and the load itself looks for it again and again.
+        """
 
     def read_ahead(self, backends: Sequence[str]) -> None:
         """Read the weights of these into the page cache, in this order, and those of no others any more.
@@ -397,7 +404,10 @@ class Host(Protocol):
         """
 
     def evict(self, backend: Backend, level: str) -> Evicted:
-        """Return when the GPUs are free; BackendError if they may not be. ``level``: the one to take."""
+        """Return when the GPUs are free; BackendError if they may not be. ``level``: the one to take.
+
+        NotBegun, also from ``demote``, if nothing was done, since what stops services here does not answer.
+        """
 
     def demote(self, backend: Backend, before: str, level: str) -> Evicted:
         """Move a backend from the standby level ``before`` to the deeper ``level`` without waking."""
@@ -437,10 +447,6 @@ class Host(Protocol):
 
 
 # Below it
-
-
-class NotBegun(BackendError):
-    """The start of a service failed before anything was done: there is nothing to be stopped."""
 
 
 class Runtime(Protocol):
@@ -492,7 +498,7 @@ class Runtime(Protocol):
         """Say for people how it ended ("exited with code 1"); None while it runs or is frozen."""
 
     def container_name(self, service: str) -> str:
-        """Return the name of the container that was paused last for a service; its own where none is known."""
+        """Return the name of the container of a service that was paused last, or that of the service."""
 
     def lost_its_port(self, backend: Backend) -> bool:
         """Whether it ended because somebody took the port that was chosen for it, before it could.

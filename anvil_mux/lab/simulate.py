@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from anvil_mux.config.config import Config
 from anvil_mux.errors import Cancelled, LoadError, MuxError, WaitedTooLong
+from anvil_mux.host.seam import NotBegun
 from anvil_mux.lab.engines import ALONE, Batch, Batching, Engines, NextEnd, Outcome, Perform
 from anvil_mux.scheduler.admission import no_room_to_wait
 from anvil_mux.scheduler.costs import Cost, Costs, Footprints
@@ -317,6 +318,8 @@ class _Simulation:
             return self._scheduler.load_cancelled(step, now)
         if isinstance(step, Load) and isinstance(error, LoadError):
             return self._scheduler.load_failed(step, now, error)
+        if isinstance(error, NotBegun) and not isinstance(step, Load):
+            return self._scheduler.evict_not_begun(step, now, error.message)
         return self._scheduler.evict_failed(step, now, error.message)
 
     def _wind_up(self) -> None:

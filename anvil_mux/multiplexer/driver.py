@@ -35,7 +35,7 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Key
 from anvil_mux.errors import Cancelled, LoadError, MuxError, TooManyRequests
 from anvil_mux.host.hosts import AnyHost
-from anvil_mux.host.seam import CardRead, Evicted, Unfit
+from anvil_mux.host.seam import CardRead, Evicted, NotBegun, Unfit
 from anvil_mux.routing.in_flight import Report
 from anvil_mux.scheduler.costs import Cost, Costs, Footprint, Footprints
 from anvil_mux.scheduler.events import Cause, Event
@@ -350,6 +350,9 @@ class SchedulerDriver:
     def _evict(self, step: Evict | Demote, perform: Callable[[], Evicted]) -> None:
         try:
             evicted = perform()
+        except NotBegun as error:
+            self.tell(self.scheduler.evict_not_begun, step, why=error.message)
+            return
         except Exception as error:
             self.tell(self.scheduler.evict_failed, step, why=_text(error))
             return

@@ -188,6 +188,7 @@ SENTENCES = DECISIONS | {
     "died": "died: {detail}",
     "died_early": f"died: {_EARLY}",
     "evict_failed": "{detail}",
+    "not_begun": "stays as it was, since nothing can be stopped now: {detail}",
     "busy": "busy",
     "routed": "{detail}",
     "incomplete": "its answer is not complete",

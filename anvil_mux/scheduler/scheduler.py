@@ -41,6 +41,7 @@ from anvil_mux.scheduler.slot import (
     Effects,
     Evict,
     FoundBackend,
+    HostRecord,
     Slot,
     Step,
     Ticket,
@@ -186,6 +187,21 @@ class Scheduler:
         """The backend may still hold its GPUs."""
         return self._reported(step, now, GpuGroup.evict_failed, why)
 
+    def evict_not_begun(self, step: Step, now: float, why: str) -> Effects:
+        """Nothing of a step was done, since what stops services on its host does not answer; ``why``.
+
+        The host is away until its watch says that it is heard again.
+        """
+        if self._under_way.get(step.backend) != step.number:
+            return NOTHING
+        del self._under_way[step.backend]
+        group = self.layout.of_backend.get(step.backend)
+        if group is None or group.slots[step.backend].host.is_cut_off:
+            return NOTHING
+        slot = group.slots[step.backend]
+        group.evict_not_begun(slot, now, why)
+        return self._settle({group, *self._note_away(slot.host, now, why, away=True)}, now)
+
     def report_failed(self, step: Step, now: float, why: str) -> Effects:
         """The report of a step was a mistake: if its backend is still as it was, it is to be stopped."""
         slot = self.layout.slot(step.backend)
@@ -299,19 +315,23 @@ class Scheduler:
         ``why``: the reason, for people.
         """
         record = self.layout.hosts.get(host)
-        if record is None or record.is_away is away:
-            if record and away:
+        groups = self._note_away(record, now, why, away=away) if record else ()
+        return self._settle(groups, now) if groups else NOTHING
+
+    def _note_away(self, record: HostRecord, now: float, why: str, *, away: bool) -> Sequence[GpuGroup]:
+        """Note whether a host can be controlled; return its groups if that is news."""
+        if record.is_away is away:
+            if away:
                 record.why = why
-            return NOTHING
+            return ()
         record.is_away, record.why = away, why
-        kind = "host_away" if away else "host_heard"
-        groups = self._host_is(kind, host, now)
+        groups = self._host_is("host_away" if away else "host_heard", record.name, now)
         for group in groups:
             if away:
                 group.host_away(now)
             else:
                 group.changed()
-        return self._settle(groups, now)
+        return groups
 
     def _host_is(self, kind: str, host: str, now: float) -> list[GpuGroup]:
         """Emit what has become of a host; its groups."""

@@ -59,6 +59,7 @@ TRANSITIONS: dict[tuple[str, str], str] = {
     ("evicting", "stopped"): "stopped",
     ("evicting", "standby"): "standby",
     ("evicting", "evict_failed"): "stuck",
+    ("evicting", "not_begun"): "ready",
     ("stuck", "evict"): "evicting",
     ("ready", "died"): "stopped",
     ("draining", "died"): "stopped",
@@ -68,6 +69,7 @@ TRANSITIONS: dict[tuple[str, str], str] = {
     ("demoting", "stopped"): "stopped",
     ("demoting", "standby"): "standby",
     ("demoting", "evict_failed"): "standby",
+    ("demoting", "not_begun"): "standby",
     ("loading", "gone"): "stopped",
     ("cancelling", "gone"): "stopped",
     ("ready", "gone"): "stopped",
@@ -603,7 +605,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Take the backend off its GPUs, then report ``evicted`` or ``evict_failed``."""
+    """Take the backend off its GPUs, then report ``evicted``, ``evict_failed`` or ``evict_not_begun``."""
 
     backend: str
     level: str
@@ -615,7 +617,7 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Demote:
-    """Take a backend in standby to a deeper level, then report ``evicted`` or ``evict_failed``."""
+    """Take a backend in standby to a deeper level, then report as after ``Evict``."""
 
     backend: str
     level: str

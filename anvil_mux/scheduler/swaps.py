@@ -557,3 +557,28 @@ class Swaps(Admission):
         for swap in [each for each in self.swaps if each.target is slot or slot in each.victims]:
             self.dissolve(swap, now)
         self.fail_refused(now)
+
+    def evict_not_begun(self, slot: Slot, now: float, why: str) -> None:
+        """Nothing of the eviction was done: the backend is as it was before, and serves if it was resident.
+
+        The swaps that it was to make way for end. One that was unloaded or has left the configuration drains
+        again, unless it was asked for since.
+        """
+        if slot.failed_stops:  # an earlier attempt may have done a part
+            self.evict_failed(slot, now, why)
+            return
+        swaps = [each for each in self.swaps if slot in each.victims]
+        self.enter(slot, "not_begun", now)
+        is_to_stop = slot.state == "standby" and (slot.leaving or slot.unloaded)
+        slot.next_level = "stop" if is_to_stop else ""
+        way, cause = slot.level if slot.state == "standby" else "", Cause("not_begun", detail=why)
+        self.emit(Event(now, slot.state, slot.model, slot.name, cause=cause, way=way))
+        for swap in swaps:
+            swap.victims.remove(slot)
+            self.dissolve(swap, now)
+        if slot.state == "ready" and slot.leaving:
+            self.begin(None, [slot], now, Cause(slot.leaving))
+            return
+        self.admit(self.models[slot.model], now)
+        if UNLOADED in [swap.cause for swap in swaps] and slot.state == "ready" and not slot.holders:
+            self.begin(None, [slot], now, UNLOADED)

@@ -269,6 +269,8 @@ def test_socket_that_is_away_is_reported_and_the_resident_stays(llamacpp_compose
     with served(stack) as mux:
         assert ask(mux, "model-1") == ""
         aside = link.rename(tmp_path / "aside")
+        assert_docker_is_missed(mux.chat("model-2"))  # mostly before anybody has noticed
+        assert ask(mux, "model-1") == ""
         eventually(lambda: mux.request("GET", "/healthz", timeout=QUICK)[0] == 503)
         assert_docker_is_missed(mux.chat("model-2"))
         assert ask(mux, "model-1") == ""

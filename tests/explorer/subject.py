@@ -4,7 +4,8 @@ The facts, by kind, with what each is about:
 
     request, wish (only the load) MODEL; release BACKEND (its oldest lease), abandon MODEL (its newest request
     that waits), late (the end of a lease that was cut)
-    loaded, load_failed, load_cancelled, evicted, stopped (asked for a lighter level), evict_failed BACKEND
+    loaded, load_failed, load_cancelled, evicted, stopped (asked for a lighter level), evict_failed,
+    not_begun BACKEND
     expected, looked_at, up, standby, died BACKEND
     unload, pin, unpin MODEL; pause SECONDS; resume; others GPU BYTES
     away, heard, lost, gone, drained, undrained HOST; found (it is back) HOST BACKEND...; missing HOST
@@ -120,6 +121,9 @@ _FACTS: dict[str, Callable[[Subject, Sequence[str], int, float], Effects]] = {
     "stopped": lambda s, what, number, now: s._evicted("stopped", what[0], now),
     "evict_failed": lambda s, what, number, now: s.core.evict_failed(
         s._ended(what[0]), now, "it does not stop"
+    ),
+    "not_begun": lambda s, what, number, now: s.core.evict_not_begun(
+        s._ended(what[0]), now, "Docker does not answer"
     ),
     "expected": lambda s, what, number, now: s.core.expected(what),
     "looked_at": lambda s, what, number, now: s.core.looked_at(what[0], now),

@@ -171,6 +171,8 @@ class Trial:
             yield ("stopped", name)
         if "evict_failed" in may:
             yield ("evict_failed", name)
+        if not is_load and "not_begun" in may:
+            yield ("not_begun", name)
 
     def _tell_all(self, fact: Fact) -> None:
         """Tell a fact to each scheduler, and judge what comes back."""

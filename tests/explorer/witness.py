@@ -66,6 +66,8 @@ class _Holding:
     backend: Backend
     state: str = "stopped"
     """One of stopped, loading, up, evicting, stuck, standby and demoting."""
+    before: str = ""
+    """Its state before the last step."""
     leases: dict[int, None] = field(default_factory=dict)
     residual: int = 0
     host_bytes: int = 0
@@ -244,6 +246,8 @@ class Witness:
             yield ("lost", host)
         if "away" in may:
             yield ("heard" if host in flags["away"] else "away", host)
+        elif host in flags["away"]:
+            yield ("heard", host)
         if "drained" in may:
             yield ("undrained" if host in flags["drained"] else "drained", host)
 
@@ -291,6 +295,10 @@ class Witness:
             self.unseen.pop(record.backend.name, None)
         elif kind == "evict_failed":
             record.state, record.drain = "standby" if record.state == "demoting" else "stuck", None
+        elif kind == "not_begun":
+            record.state = "standby" if record.state == "demoting" else record.before
+            record.drain = None
+            self._set("away", record.backend.host, True)
         elif kind in _AFTER:
             if kind == "died":
                 self.cut |= record.leases
@@ -412,7 +420,7 @@ class Witness:
             record.residual = record.host_bytes = 0
         elif isinstance(step, Evict):
             self.claim(not record.leases, "3", f"{what}: its leases {[*record.leases]} are not cut")
-        record.state = after
+        record.before, record.state = record.state, after
 
     # What is to hold after each fact
 

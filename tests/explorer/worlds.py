@@ -111,6 +111,13 @@ def _worlds() -> Iterator[SmallWorld]:
         frozenset(("abandon", "pass", "load_cancelled", "wish", "late")) | FAIL,
         extra=(beside,),
     )
+    sleeper = _backend("s", "0", evict_to=("freeze", "stop"))
+    yield SmallWorld(
+        "Docker away",
+        _config(a, c, sleeper, tie),
+        _up("a"),
+        frozenset(("abandon", "not_begun", "unload", "evict_failed")),
+    )
     yield SmallWorld(
         "two GPUs", _config(x, a, y, b), _up("x", "y"), frozenset(("abandon", "pass")), extra=(tie,)
     )

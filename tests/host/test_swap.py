@@ -26,6 +26,7 @@ class Notes:
         self.calls: list[str] = []
         self.fails: dict[str, Exception] = {}
         self.how: str | None = None
+        self.unreached = ""
 
     def _note(self, call: str) -> None:
         self.calls.append(call)
@@ -43,6 +44,9 @@ class Notes:
 
     def differs(self, backend: Backend) -> str:
         return ""
+
+    def ping(self) -> str:
+        return self.unreached
 
     def is_frozen(self, backend: Backend) -> bool:
         return False
@@ -347,3 +351,13 @@ def test_another_way_has_the_same_guarantee(healthy):
     runtime = Notes(healthy.url)
     assert Swapper(runtime, {**LEVELS, "nap": Nap}).load(BACKEND, "nap") == Loaded(healthy.url, "stop")
     assert runtime.calls == ["stop", "start"]
+
+
+def test_step_on_a_runtime_that_does_not_answer_is_not_begun():
+    runtime = Notes()
+    runtime.unreached = "Docker does not answer"
+    swapper = Swapper(runtime)
+    for step in (lambda: swapper.evict(BACKEND, "freeze"), lambda: swapper.demote(BACKEND, "freeze", "stop")):
+        with pytest.raises(NotBegun, match="Docker does not answer"):
+            step()
+    assert runtime.calls == []

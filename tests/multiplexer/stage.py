@@ -112,7 +112,8 @@ class VirtualEngines:
 
     def _raise(self, outcome):
         if outcome.error:
-            kind = getattr(self._package.errors, type(outcome.error).__name__)
+            kind = type(outcome.error)
+            kind = getattr(self._package.errors, kind.__name__, kind)
             raise kind(outcome.error.message)
 
 

@@ -12,7 +12,7 @@ from anvil_mux.errors import (
     LoadError,
     UnknownModel,
 )
-from anvil_mux.host.seam import Evicted
+from anvil_mux.host.seam import Evicted, NotBegun
 from anvil_mux.lab.engines import Engines, Outcome
 from anvil_mux.scheduler.costs import Footprint
 from anvil_mux.scheduler.slot import Demote
@@ -503,3 +503,21 @@ def test_a_load_of_the_model_that_a_backend_was_of_is_none_of_the_one_that_it_go
         stage.clock.sleep(100.0)
 
     Stage(Config(policy="eager", backends=(old,))).play(main)
+
+
+@SEEDS
+def test_eviction_that_was_not_begun_leaves_the_resident_serving(seed):
+    def perform(step, nth):
+        return Outcome(1.0, NotBegun("Docker does not answer") if nth == 1 else None)
+
+    def main(stage):
+        stage.request(0.0, "a")
+        for_b = stage.request(10.0, "b")
+        again = stage.request(20.0, "a")
+        stage.clock.sleep(30.0)
+        assert for_b.error.message == "b cannot be loaded now: Docker does not answer"
+        assert again.error is None
+        stage.mux.tell(stage.mux.scheduler.host_away, "", away=False)
+
+    stage = Stage(Config(policy="eager", backends=(A, B)), perform, seed=seed).play(main)
+    assert [e.backend for e in stage.log if e.kind == "loading"] == ["a"]

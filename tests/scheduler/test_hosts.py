@@ -11,7 +11,7 @@ from anvil_mux.scheduler.costs import Cost, Costs
 from anvil_mux.scheduler.events import Cause
 from anvil_mux.scheduler.group import snapshot
 from anvil_mux.scheduler.layout import gpu_groups
-from anvil_mux.scheduler.slot import NOTHING, TRANSITIONS, Evict, FoundBackend, Load
+from anvil_mux.scheduler.slot import NOTHING, TRANSITIONS, Demote, Evict, FoundBackend, Load
 from anvil_mux.scheduler.state import weigh
 from anvil_mux.scheduler.waits import wait_estimate
 from tests.scheduler.fleet import Fleet, on
@@ -677,6 +677,97 @@ def test_own_host_that_goes_away_serves_on_and_refuses_what_needs_a_swap():
     fleet.take(fleet.core.host_away("", 5.0, False))
     fleet.request("b", 6.0)
     assert fleet.state("a") == "draining"
+
+
+def not_begun(fleet, backend, at, kind=Evict):
+    """The step on a backend was not begun, since Docker did not answer."""
+    step = fleet.step(kind, backend)
+    return fleet.take(fleet.core.evict_not_begun(step, at, "Docker does not answer"))
+
+
+def evicting_for_b(*backends, **settings):
+    """A own host on which a is being evicted for the queue of b; the request that waits for b."""
+    fleet = Fleet(*(backends or (on("", "a"), on("", "b"))), **settings)
+    fleet.core.adopted("a", 0.0)
+    waiting = fleet.request("b", 1.0)
+    assert fleet.state("a") == "evicting"
+    return fleet, waiting
+
+
+def test_resident_whose_eviction_was_not_begun_serves_on_with_its_queue():
+    fleet, waiting = evicting_for_b()
+    behind = fleet.request("a", 1.5)
+    assert not_begun(fleet, "a", 2.0) == []
+    assert fleet.kinds(2.0) == ["ready a", "leased a", "host_away", "failed b"]
+    assert (behind.backend, fleet.request("a", 3.0).backend) == ("a", "a")
+    assert waiting.error.message == "b cannot be loaded now: Docker does not answer"
+    for ticket in (behind, *fleet.core.layout.slot("a").holders):
+        fleet.core.released(ticket, 4.0)
+    fleet.take(fleet.core.host_away("", 5.0, False))
+    fleet.request("b", 6.0)
+    assert fleet.state("a") == "evicting"
+    fleet.evicted("a", 7.0)
+    assert fleet.state("b") == "loading"
+
+
+def test_other_victims_of_a_swap_that_was_not_begun_are_reprieved():
+    backends = on("", "a"), on("", "c", "1"), on("", "b", "0", "1")
+    fleet = Fleet(*backends, drain_timeout=60.0)
+    for name in "ac":
+        fleet.core.adopted(name, 0.0)
+    running = fleet.request("c", 0.5)
+    fleet.request("b", 1.0)
+    assert [fleet.state(name) for name in "ac"] == ["evicting", "draining"]
+    not_begun(fleet, "a", 2.0)
+    assert [fleet.state(name) for name in "ac"] == ["ready", "ready"]
+    assert running.severed is None
+
+
+@pytest.mark.parametrize("end", ["unloaded", "removed"])
+def test_backend_that_goes_anyway_is_evicted_once_the_host_is_heard(end):
+    fleet = Fleet(on("", "a"), on("", "b"))
+    fleet.core.adopted("a", 0.0)
+    config = fleet.core.layout.settings.config
+    if end == "unloaded":
+        fleet.take(fleet.core.unload_asked("a", 1.0))
+    else:
+        fleet.take(fleet.core.reconfigured(replace(config, backends=config.backends[1:]), 1.0))
+    assert not_begun(fleet, "a", 2.0) == []
+    assert fleet.state("a") == "draining"
+    assert fleet.take(fleet.core.host_away("", 3.0, False)) == ["evict a"]
+
+
+def test_host_that_is_drained_evicts_again_once_it_is_heard():
+    fleet = Fleet(on("", "a"))
+    fleet.core.adopted("a", 0.0)
+    assert fleet.take(fleet.core.paused(1.0)) == ["evict a"]
+    assert not_begun(fleet, "a", 2.0) == []
+    assert fleet.take(fleet.core.host_away("", 3.0, False)) == ["evict a"]
+
+
+def test_step_in_standby_that_was_not_begun_leaves_it_there():
+    fleet = Fleet(on("", "a", evict_to=("freeze", "stop")), on("", "b"))
+    fleet.core.adopted("a", 0.0, FoundBackend("freeze"))
+    fleet.take(fleet.core.unload_asked("a", 1.0))
+    assert fleet.state("a") == "demoting"
+    assert not_begun(fleet, "a", 2.0, Demote) == []
+    assert fleet.state("a") == "standby"
+    assert fleet.take(fleet.core.host_away("", 3.0, False)) == ["demote a"]
+
+
+def test_stop_that_failed_before_leaves_it_stuck_though_the_next_was_not_begun():
+    fleet, _ = evicting_for_b()
+    fleet.take(fleet.core.evict_failed(fleet.step(Evict, "a"), 2.0, "it hangs"))
+    assert fleet.take(fleet.core.time_passed(fleet.last.ask_at)) == ["evict a"]
+    not_begun(fleet, "a", 20.0)
+    assert fleet.state("a") == "stuck"
+
+
+def test_step_that_was_not_begun_and_is_over_changes_nothing():
+    fleet, _ = evicting_for_b()
+    step = fleet.steps[-1]
+    fleet.evicted("a", 2.0)
+    assert fleet.core.evict_not_begun(step, 3.0, "late") is NOTHING
 
 
 def test_queue_of_a_drain_on_a_host_that_goes_away_is_served_elsewhere():

@@ -225,6 +225,7 @@ def test_the_question_moves_a_backend_as_the_table_says(edge):
 def test_facts_and_questions_are_the_whole_table():
     facts = {(state, fact) for state in STATES for fact in FACTS}
     of_hosts = {(state, "gone") for state in STATES} | {("stopped", "unfit")}  # test_hosts.py
+    of_hosts |= {("evicting", "not_begun"), ("demoting", "not_begun")}
     assert set(TRANSITIONS) <= facts | set(QUESTIONS) | of_hosts
 
 
