@@ -482,7 +482,7 @@ def last_lines(models: Mapping[str, StatusJson]) -> Iterator[str]:
             if backend["error"]:
                 yield ""
                 yield f"{name}: {backend['error']}"
-                yield from [f"  | {line}" for line in backend["log"][-LAST_LINES:]]
+                yield from [f"  | {line}" for line in backend.get("log", [])[-LAST_LINES:]]
 
 
 def other_programs(status: StatusJson) -> Iterator[str]:

@@ -31,7 +31,7 @@ MOST_DEPTH = 200
 MOST_VALUES = 500_000
 """Values of a request, about: all other threads wait while an object is made of each."""
 MOST_DIGITS = 400
-"""Digits of a number of a request, enough for the largest double: Python reads and writes whole numbers in a
+"""Digits of a number, enough for the largest double: Python reads and writes whole numbers in a
 time that grows with the square of their length, and all other threads wait meanwhile."""
 SAMPLE_EVERY = 64
 """Bytes from one sample of a text to the next, where numbers that are too long are looked for."""
@@ -51,19 +51,19 @@ _STEPS = {ord("["): 1, ord("]"): -1}
 
 
 def check(text: bytes | bytearray, *, of_request: bool = False) -> None:
-    """Raise ValueError if a JSON text (UTF-8) is nested deeper than MOST_DEPTH, or if a request has over
-    MOST_VALUES, or a number of over MOST_DIGITS.
+    """Raise ValueError if a JSON text (UTF-8) is nested deeper than MOST_DEPTH, or has a number of over
+    MOST_DIGITS, or if a request has over MOST_VALUES.
 
     In what is no JSON it finds the depth up to where a parser stops.
     """
     if (
         len(text) <= PIECE
         and len(text.translate(None, _NOT_OPENING)) <= MOST_DEPTH
-        and not (of_request and _may_hold_long_number(text))
+        and not _may_hold_long_number(text)
     ):
         return  # nor can it have too many values
     depth = values = 0
-    for marks in _outside_strings(text, digits=of_request):
+    for marks in _outside_strings(text):
         if b"0" in marks:
             if _longest_number(marks) > MOST_DIGITS:
                 raise ValueError(f"it holds a number of more than {MOST_DIGITS} digits")
@@ -94,10 +94,10 @@ def _longest_number(marks: bytes) -> int:
     return max(map(len, marks.translate(_COMMAS).split(b",")))
 
 
-def _outside_strings(text: bytes | bytearray, *, digits: bool = False) -> Iterator[bytes]:
+def _outside_strings(text: bytes | bytearray) -> Iterator[bytes]:
     """Yield the brackets, all of them square, and the commas outside strings, in pieces.
 
-    ``digits``: also the digits, each as 0, of pieces in which a long number may stand.
+    Pieces in which a long number may stand have their digits too, each as 0.
     """
     start = inside = 0
     while start < len(text):
@@ -107,7 +107,7 @@ def _outside_strings(text: bytes | bytearray, *, digits: bool = False) -> Iterat
         piece = text[start:end]
         if b"\\" in piece:  # pairs first: what is left before a quote escapes it
             piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
-        has_digits = digits and _may_hold_long_number(piece)
+        has_digits = _may_hold_long_number(piece)
         table, others = (_SQUARE_AND_ZEROS, _NO_DIGITS) if has_digits else (_SQUARE, _OTHERS)
         # Two quotes side by side change nothing of what is within a string and what is not.
         parts = bytes(piece.translate(table, others)).replace(b'""', b"").split(b'"')

@@ -9,7 +9,6 @@ while.
 from __future__ import annotations
 
 import http.client
-import math
 import re
 import secrets
 from collections.abc import Callable, Iterable
@@ -86,7 +85,7 @@ NAMES = {
     "llamacpp:requests_deferred": "waiting",
     "llamacpp:kv_cache_usage_ratio": "usage",
 }
-LINE = re.compile(r"^([A-Za-z_:]+)(?:\{.*\})? ([0-9.eE+-]+)", re.M)
+LINE = re.compile(r"^([A-Za-z_:]+)(?:\{.*\})? ([0-9.eE+-]{1,64})(?![0-9.eE+-])", re.M)
 
 
 def load_of(text: str) -> EngineLoad | None:
@@ -95,7 +94,7 @@ def load_of(text: str) -> EngineLoad | None:
     for name, value in LINE.findall(text):
         if what := NAMES.get(name):
             with suppress(ValueError):
-                if math.isfinite(number := float(value)):
+                if 0 <= (number := float(value)) <= foreign.GREATEST:
                     figures.setdefault(what, []).append(number)
     if "running" not in figures or "waiting" not in figures:
         return None

@@ -173,7 +173,7 @@ def _backend_state(backend: BackendState, *, logs: bool) -> dict[str, object]:
         "load_seconds": backend.load_seconds,
         "retry_seconds": _rounded(backend.retry_seconds),
         "error": backend.error or None,
-        "log": list(backend.log) if logs else [],
+        **({"log": list(backend.log)} if logs else {}),
         "engine": in_flight.as_json(backend.engine),
         **({"kept_prompts": backend.kept_prompts._asdict()} if backend.kept_prompts else {}),
         **_place(backend.host),

@@ -14,7 +14,10 @@ import json
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, wait
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from typing import Any
 
@@ -39,17 +42,43 @@ def occasion(event: Mapping[str, Any]) -> str:
     return "failed" if kind == "stopped" else ""
 
 
-def perform(
-    hook: Hook, message: bytes, started: Callable[[subprocess.Popen[bytes]], object] = lambda child: None
-) -> str:
-    """Send a message to a hook; return what went wrong, or "".
+Delivery = subprocess.Popen[bytes] | Future[str]
+"""The process of a command, or the request that is sent to an address."""
 
-    ``started`` is called with the process of a command.
+
+def perform(hook: Hook, message: bytes, started: Callable[[Delivery], object] = lambda delivery: None) -> str:
+    """Send a message to a hook; return what went wrong, or "". ``started`` is called with the delivery."""
+    return _post(hook, message, started) if hook.url else _run(hook, message, started)
+
+
+def _post(hook: Hook, message: bytes, started: Callable[[Delivery], object]) -> str:
+    """Send a message to an address, within the hook's ``timeout`` in all.
+
+    The time-out of a socket begins again with each byte, so an answer that drips would never end: the thread
+    that waits for it is left behind.
     """
-    return _post(hook, message) if hook.url else _run(hook, message, started)
+    delivery = Future[str]()
+    started(delivery)
+
+    def send() -> None:
+        try:
+            delivery.set_result(_sent(hook, message))
+        except BaseException as error:
+            delivery.set_exception(error)
+
+    try:
+        threading.Thread(target=send, name=f"post-{hook.name}", daemon=True).start()
+    except RuntimeError as error:  # no more threads
+        delivery.set_result("")
+        return f"it cannot be sent: {error}"
+    try:
+        return delivery.result(hook.timeout)
+    except FutureTimeout:
+        return f"it did not answer within {hook.timeout:g} s"
 
 
-def _post(hook: Hook, message: bytes) -> str:
+def _sent(hook: Hook, message: bytes) -> str:
+    """Send a message to an address; return what went wrong, or ""."""
     import requests  # takes longer to import than most commands take
 
     try:
@@ -66,7 +95,7 @@ def _post(hook: Hook, message: bytes) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def _run(hook: Hook, message: bytes, started: Callable[[subprocess.Popen[bytes]], object]) -> str:
+def _run(hook: Hook, message: bytes, started: Callable[[Delivery], object]) -> str:
     try:
         child = subprocess.Popen(
             hook.run,
@@ -105,6 +134,8 @@ class HookNotifier:
         self._worker: Worker | None = None
         self._child: subprocess.Popen[bytes] | None = None
         """The process of the command that was run last."""
+        self._request: Future[str] | None = None
+        """The request that was sent last; it may have been left behind unanswered."""
         self._is_closed = False
         self._gone: set[str] = set()
         """Backends that were reported as unloaded; one that is demoted then is no news."""
@@ -137,10 +168,13 @@ class HookNotifier:
         if child := self._child:
             self._kill_running(child)
 
-    def _note(self, child: subprocess.Popen[bytes]) -> None:
-        self._child = child
+    def _note(self, delivery: Delivery) -> None:
+        if isinstance(delivery, Future):
+            self._request = delivery
+            return
+        self._child = delivery
         if self._is_closed:
-            self._kill_running(child)
+            self._kill_running(delivery)
 
     @staticmethod
     def _kill_running(child: subprocess.Popen[bytes]) -> None:
@@ -154,10 +188,16 @@ class HookNotifier:
         for event in events:
             what = self._news(event)
             if what in self._hook.on and not self._is_closed:
-                wrong = perform(self._hook, json.dumps({"event": what, **event}).encode(), self._note)
+                wrong = self._perform(json.dumps({"event": what, **event}).encode())
                 if wrong and not self._fails:
                     self._complain(f"hook {self._hook.name} failed: {wrong}")
                 self._fails = bool(wrong)
+
+    def _perform(self, message: bytes) -> str:
+        """Send a message; return what went wrong, or "". One answer that never ends has one thread."""
+        if self._request is not None and wait([self._request], self._hook.timeout).not_done:
+            return "it has not ended its answer to the event before"
+        return perform(self._hook, message, self._note)
 
     def _news(self, event: Mapping[str, Any]) -> str:
         what, backend = occasion(event), event["backend"]

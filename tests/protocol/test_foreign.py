@@ -106,20 +106,19 @@ def test_a_request_has_so_many_values_and_no_more(inner):
 
 @pytest.mark.parametrize("number", ["{}", "-{}", "0.{}", "{}e5"])
 @pytest.mark.parametrize("behind", [0, 70_000])
-def test_a_request_with_a_number_of_too_many_digits_is_refused(number, behind):
+def test_text_with_a_number_of_too_many_digits_is_refused(number, behind):
     def text(digits):
         value = number.format("9" * digits)
         return f'{{"a":"{"x" * behind}","b":[1,{value}],"c":"{"7" * 90_000}"}}'.encode()
 
     with pytest.raises(ValueError, match="a number of more than 400 digits"):
-        foreign.check(text(foreign.MOST_DIGITS + 1), of_request=True)
-    assert foreign.read(text(foreign.MOST_DIGITS - 2), of_request=True)["b"][0] == 1
-    foreign.check(text(foreign.MOST_DIGITS + 1))  # of an engine
+        foreign.check(text(foreign.MOST_DIGITS + 60))
+    assert foreign.read(text(foreign.MOST_DIGITS - 2))["b"][0] == 1
 
 
 def test_digits_within_strings_are_not_a_number():
     text = json.dumps({"a": '"' * 3 + "1" * 200_000, "b": ["\\", "2" * 1000, 3]}).encode()
-    assert foreign.read(text, of_request=True)["b"][2] == 3
+    assert foreign.read(text)["b"][2] == 3
 
 
 def test_every_reader_of_a_request_refuses_what_is_nested_too_deeply():

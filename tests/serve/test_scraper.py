@@ -38,6 +38,8 @@ LLAMACPP = "llamacpp:requests_processing 1\nllamacpp:requests_deferred 7\n"
         (SGLANG, EngineLoad(4, 5, 0.5)),
         (LLAMACPP, EngineLoad(1, 7)),
         (LLAMACPP.replace("7", "NaN"), None),
+        (LLAMACPP.replace("7", "9" * 5000), None),
+        (LLAMACPP.replace("7", "1e300"), None),
         ("up 1\n", None),
         ("", None),
     ],

@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -143,6 +144,40 @@ def test_a_command_is_not_waited_for_because_of_what_has_left_its_session(tmp_pa
         assert outcomes.get(timeout=GUARD) == "it was killed after 0.3 s"
     finally:
         fifo.write_text("")  # which ends it
+
+
+@pytest.fixture
+def dripping():
+    """The address of a server whose answers never end: each is a head that comes byte by byte."""
+    ended = threading.Event()
+
+    def drip(connection):
+        with connection:
+            connection.sendall(b"HTTP/1.1 200 OK\r\nX-Long: ")
+            while not ended.wait(0.02):
+                connection.sendall(b"x")
+
+    def accept():
+        while not ended.is_set():
+            threading.Thread(target=drip, args=(listener.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/hook"
+        ended.set()
+
+
+def test_hook_whose_answer_drips_is_bounded(dripping):
+    said = []
+    notifier = HookNotifier(Hook(on=("loaded",), url=dripping, timeout=0.2), said.append)
+    loaded = event_as_json(Event(1.0, "ready", "a", "a", seconds=2.0), 1001.0)
+    outcomes = queue.Queue()
+    notify = lambda: outcomes.put(notifier.notify([loaded] * 5, 0))  # noqa: E731
+    threading.Thread(target=notify, daemon=True).start()
+    outcomes.get(timeout=GUARD)
+    assert said == [f"hook {dripping} failed: it did not answer within 0.2 s"]
+    posts = [each for each in threading.enumerate() if each.name == f"post-{dripping}"]
+    assert len(posts) == 1
 
 
 def test_a_hook_is_told_only_what_it_is_for_and_fails_once_in_words(receiver):
