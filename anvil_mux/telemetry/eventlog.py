@@ -213,6 +213,10 @@ class Situation:
         """Whether a backend is anything but stopped."""
         return backend in self.backends and self.backends[backend].state != "stopped"
 
+    def forget(self, backend: str) -> None:
+        """Forget a backend that holds nothing: the next of its name is another, and has failed at nothing."""
+        self.backends.pop(backend, None)
+
     def backend(self, name: str, model: str) -> BackendRecord:
         try:
             return self.backends[name]
@@ -448,8 +452,11 @@ class EventLog:
                 self._reloaded = event.at
                 self._header, leaving = self._next
                 self._leaving |= {name for name in leaving if self._situation.holds(name)}
-            elif event.kind == "stopped":
+                for name in {*leaving} - self._leaving:
+                    self._situation.forget(name)
+            elif event.kind == "stopped" and event.backend in self._leaving:
                 self._leaving.discard(event.backend)
+                self._situation.forget(event.backend)
             if event.kind != "reloaded" and self._is_anew:
                 break
         return group

@@ -526,6 +526,25 @@ def test_a_run_begins_once_what_a_reload_has_changed_has_stopped_and_not_between
     assert led_to([*first.events, *second.events])["backends"]["a"]["model"] == "c"
 
 
+@pytest.mark.parametrize("runs", [False, True])
+def test_cool_down_of_what_a_reload_has_changed_is_not_that_of_the_next_run(file, monkeypatch, runs):
+    monkeypatch.setattr(eventlog, "GATHER_SECONDS", 0.0)
+    failed = Event(1.0, "stopped", "a", "a", cause=Cause("load_failed", detail="no"))
+    begins = [Event(0.0, "loading", "a", "a"), failed, Event(1.5, "queued", "a", "", 1, 1)]
+    ends = [Event(2.0, "reloaded", ""), Event(3.0, "queued", "b", "", 2, 1)]
+    if runs:
+        begins = [Event(0.0, "loading", "a", "a")]
+        ends[1:1] = [failed._replace(at=2.5)]
+    with appending(file) as log:
+        log.head(header(AB, 77.0), ["a"])
+        for event in (*begins, *ends, Event(4.0, "loading", "a", "a")):
+            log.append(event)
+            while f'"at":{event.at},"kind":"{event.kind}"' not in file.read_text():
+                os.sched_yield()
+    _, second = read(file)
+    assert "a" not in second.begins["backends"]
+
+
 def test_a_file_that_is_large_enough_is_set_aside(file):
     descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_APPEND)
     log = EventLog(descriptor, header(AB, 1000.0), pytest.fail, Rotation(str(file), 3000, kept=2))
