@@ -122,8 +122,8 @@ class Lease:
 
         Called once, by any thread, before a byte is shown to the client; of use where ``is_routed``.
         """
-        with self._driver.lock:
-            return self._driver.scheduler.first_byte(self.ticket, self._driver.clock.now())
+        self._driver.tell(self._driver.scheduler.first_byte, self.ticket)
+        return self.ticket.severed is None
 
     @property
     def severed(self) -> bool:

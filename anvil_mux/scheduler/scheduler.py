@@ -159,11 +159,21 @@ class Scheduler:
         group.abandoned(ticket, now, error)
         return self._settle([group], now)
 
-    def first_byte(self, ticket: Ticket, now: float) -> bool:
-        """The first byte of an answer came; False: too late, the request is sent to another replica."""
-        if in_flight := self._in_flight(ticket.model):
-            in_flight.first_byte(ticket, now)
-        return not ticket.severed
+    def first_byte(self, ticket: Ticket, now: float) -> Effects:
+        """The first byte of an answer came; one that was severed before is not to be shown.
+
+        Where another replica is on its way, which may be loaded for nobody from now on, ``time_passed`` is to
+        be said at once: whoever relays the answer has no time for what follows.
+        """
+        model = self.layout.models.get(ticket.model)
+        if model is None or model.replicas is None:
+            return NOTHING
+        model.replicas.in_flight.first_byte(ticket, now)
+        if not model.is_coming:
+            return NOTHING
+        for group in self.layout.groups_of[model.name]:
+            self._moments[group] = now
+        return Effects(ask_at=now)
 
     # Facts from steps
 

@@ -148,13 +148,13 @@ def test_a_first_byte_after_a_request_was_taken_back_comes_too_late():
     first, second, third = (house.ticket("m", 0.0, work=Work(stream=True)) for _ in range(3))
     for ticket in (first, second, third):
         house.core.requested(ticket, 0.0)
-    assert house.core.first_byte(first, 0.0)
+    assert house.core.first_byte(first, 0.0) is NOTHING
     house.core.adopted("r1", 1.0)
     other = house.ticket("m", 1.0, work=Work(stream=True))
     house.core.requested(other, 1.0)
     assert house.core.released(other, 2.0).cut == [third]
-    assert not house.core.first_byte(third, 0.0)
-    assert house.core.first_byte(second, 0.0)
+    assert third.severed
+    assert not second.severed
 
 
 def test_at_the_end_all_that_wait_are_refused_all_that_run_are_cut_and_nothing_is_begun():

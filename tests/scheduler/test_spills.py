@@ -10,6 +10,7 @@ from anvil_mux.scheduler.events import Cause, Severance
 from anvil_mux.scheduler.policies import Stay, SwapTo
 from anvil_mux.scheduler.slot import Ticket
 from tests.scheduler.driver import Driver, backend
+from tests.scheduler.fleet import Fleet, on
 
 
 def busy(*more, requests=3, **settings):
@@ -140,3 +141,17 @@ def test_a_policy_may_ask_for_another_replica_itself():
     driver, _ = busy(policy=AtOnce())
     assert driver.steps(0.0) == ["load r1"]
     assert driver.log[-1].cause == mine
+
+
+def test_first_bytes_end_the_load_of_another_replica_that_a_queue_waits_for():
+    fleet = Fleet(on("", "m0", model="m"), on("", "m1", "1", model="m"), on("", "b", "1"), policy="eager")
+    fleet.core.adopted("m0", 0.0)
+    streams = [fleet.request("m", 0.0, work=Work(stream=True)) for _ in range(3)]
+    while not fleet.steps:
+        fleet.take(fleet.core.time_passed(fleet.last.ask_at))
+    assert [step.backend for step in fleet.steps] == ["m1"]
+    fleet.request("b", 100.0)
+    for ticket in streams[:2]:
+        fleet.take(fleet.core.first_byte(ticket, 101.0))
+    assert fleet.last.ask_at == 101.0
+    assert fleet.take(fleet.core.time_passed(101.0)) == ["cancel m1"]
