@@ -180,14 +180,18 @@ class _SwapFile:
         if all(each == ["turns-1"] for each in taken.values()):
             self._whole()
             return
+        for number, name in enumerate([name for name, each in taken.items() if not each], 1):
+            if _uses_gpus(self.models[name]):  # a process with `gpus: []` would see none
+                taken[name] = [f"alone-{number}"]
         for name, each in taken.items():
             self.models[name].settings["gpus"] = each
         if gpus := list(dict.fromkeys(gpu for each in taken.values() for gpu in each)):
             self.made.settings["gpus"] = gpus
         self.note(
             key,
-            "models that share a GPU take turns. These GPUs are only names: write real ids and `vram`, and "
-            "anvil-mux sees which models fit together.",
+            "models that share a GPU take turns, and one with a GPU of its own stays beside the others. "
+            "These GPUs are only names: write real ids and `vram`, and anvil-mux sees which models fit "
+            "together.",
         )
 
     def _rules(self) -> tuple[KeyPath, dict[str, Any]]:
@@ -318,6 +322,13 @@ def _gpus(models: Sequence[str], turns: set[TwoModels]) -> dict[str, list[str]]:
         model: [f"turns-{number}" for number, clique in enumerate(cliques, 1) if model in clique]
         for model in models
     }
+
+
+def _uses_gpus(model: SwapModel) -> bool:
+    """Whether a model may compute on GPUs, as far as its container or its environment says."""
+    if model.container:
+        return model.container.reserves
+    return plain(model.environment.get(CUDA, "0")).strip() not in ("", "-1")
 
 
 # Keys of the whole

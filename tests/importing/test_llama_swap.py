@@ -512,12 +512,30 @@ def test_members_of_a_group_take_turns_as_it_says(tmp_path, text):
     assert gpus(made) == {
         "a": ["turns-1"],
         "b": ["turns-1"],
-        "c": [],
-        "d": [],
+        "c": ["alone-1"],
+        "d": ["alone-2"],
         "e": ["turns-2"],
         "f": ["turns-2"],
     }
     assert "only names" in made.notes[-1].text
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("cmd: 's ${PORT}'", ["alone-1"]),
+        ("cmd: 's ${PORT}', env: [CUDA_VISIBLE_DEVICES=1]", ["alone-1"]),
+        ("cmd: 's ${PORT}', env: ['CUDA_VISIBLE_DEVICES=']", []),
+        ("cmd: 's ${PORT}', env: [CUDA_VISIBLE_DEVICES=-1]", []),
+        ("cmd: 'docker run --gpus all -p ${PORT}:80 img', cmdStop: 'docker stop x'", ["alone-1"]),
+        ("cmd: 'docker run -p ${PORT}:80 img', cmdStop: 'docker stop x'", []),
+    ],
+)
+def test_a_model_beside_all_others_has_gpus_unless_it_hides_them(tmp_path, model, expected):
+    others = "b: {cmd: 's ${PORT}'}, c: {cmd: 's ${PORT}'}"
+    group = "{persistent: true, exclusive: false, members: [a]}"
+    text = f"models: {{a: {{{model}}}, {others}}}\ngroups: {{x: {group}}}"
+    assert gpus(translated(tmp_path, text)) == {"a": expected, "b": ["turns-1"], "c": ["turns-1"]}
 
 
 def test_exclusive_groups_take_turns_and_models_in_no_group_with_them(tmp_path):
