@@ -43,6 +43,7 @@ from anvil_mux.config.kinds import (
 from anvil_mux.config.machines import Gpu, Machine
 from anvil_mux.config.placement import Places
 from anvil_mux.config.reading import Problems
+from anvil_mux.config.service import USUAL_PORT, USUAL_PORTS
 from anvil_mux.config.values import AnyOf, Preset
 from anvil_mux.errors import ConfigError
 from anvil_mux.protocol.naming import MAX_MODEL_NAME
@@ -183,6 +184,7 @@ class Checks:
         self._names = names
         self._gpus = {gpu.name: gpu for gpu in config.gpus}
         self._host_ports = reader.ports
+        self._described = reader.services_described
         self._own_names = reader.places.own_names
         self._services = reader.services
         singles = [self._services[each.name] for each in config.backends if each.service.scale == 1]
@@ -199,6 +201,7 @@ class Checks:
         self._check_fallbacks()
         self._check_room()
         self._check_ports()
+        self._check_shared_networks()
         self._check_waits()
         self._check_own_names(self._own_names)
 
@@ -471,6 +474,39 @@ class Checks:
         process = self._config.runtime == "process"
         write = "" if process else f'ports: ["127.0.0.1::{other.port or "PORT"}"]'
         self._problems.add(self._key(other), text, write)
+
+    def _check_shared_networks(self) -> None:
+        """Check that two engines on the network of one service, with one port there, never run at once."""
+        users: dict[tuple[str, int], list[Backend]] = {}
+        for backend in self._config.backends:
+            if backend.url or backend.host or self._config.runtime == "process":
+                continue
+            port = backend.port or USUAL_PORTS.get(backend.engine, USUAL_PORT)
+            users.setdefault((self._network_of(self._services[backend.name]), port), []).append(backend)
+        for (network, port), backends in users.items():
+            for one, other in combinations(backends, 2):
+                named = self._services[one.name], self._services[other.name]
+                if named == (network, network) or self._take_turns(one, other):
+                    continue
+                shown = network.removeprefix("container:")
+                text = (
+                    f"port {port} on the network of {shown} is also that of {one.name}, and both may run at "
+                    "once: have its command listen on another port, and write that as x-anvil: {port: PORT}"
+                )
+                self._problems.add(self._key(other), text, "")
+
+    def _network_of(self, name: str) -> str:
+        """Return the service whose network a service has, or its container as ``container:NAME``."""
+        followed: set[str] = set()
+        while name not in followed and isinstance(described := self._described.get(name), Mapping):
+            followed.add(name)
+            mode = str(described.get("network_mode") or "")
+            if mode.startswith("container:"):
+                return mode
+            if not mode.startswith("service:"):
+                break
+            name = mode.removeprefix("service:")
+        return name
 
     def _port_advice(self, backend: Backend) -> str:
         if self._config.runtime == "process":

@@ -213,6 +213,44 @@ def test_swap_partners_may_share_a_port(tmp_path: Path) -> None:
     assert [each.port for each in plain(tmp_path, text).backends] == [5, 5]
 
 
+SHARED_NETWORK = """
+x-anvil: {{gpus: {{"0": {{}}, "1": {{}}}}}}
+services:
+  net: {{image: pause}}
+  via: {{image: pause, network_mode: "service:net"}}
+  a: {{image: {a_image}, network_mode: "service:{a_net}", x-anvil: {{gpus: ["0"]}}}}
+  b: {{image: vllm/vllm-openai, network_mode: "service:via", command: "{b}", x-anvil: {{gpus: ["{gpu}"]}}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_refused"),
+    [
+        ({}, True),
+        ({"a_net": "via"}, True),
+        ({"b": "serve m --port 8000"}, True),
+        ({"b": "serve m --port 8001"}, False),
+        ({"a_image": "ghcr.io/ggml-org/llama.cpp:server"}, False),
+        ({"gpu": "0"}, False),
+    ],
+)
+def test_engines_on_one_network_with_one_port_are_refused(tmp_path, changed, is_refused):
+    settings = {"a_image": "vllm/vllm-openai", "a_net": "net", "b": "serve m", "gpu": "1", **changed}
+    text = SHARED_NETWORK.format(**settings)
+    if not is_refused:
+        assert len(plain(tmp_path, text).backends) == 2
+        return
+    (problem,) = problems(tmp_path, text)
+    assert "port 8000 on the network of net is also that of a, and both may run at once" in problem
+
+
+def test_engine_on_the_network_of_another_with_its_port_is_refused(tmp_path):
+    text = SHARED_NETWORK.format(a_image="vllm/vllm-openai", a_net="b", b="serve m", gpu="1")
+    text = text.replace('network_mode: "service:via", ', "")
+    (problem,) = problems(tmp_path, text)
+    assert "port 8000 on the network of b is also that of a" in problem
+
+
 def test_what_is_wrong_within_a_setting_hides_nothing_else_of_it(tmp_path: Path) -> None:
     top = """
     x-anvil:
