@@ -210,7 +210,10 @@ def ask(
     """The answer of the anvil-mux that is meant; MuxError with its own words if it refuses."""
     from anvil_mux.serve import remote
 
-    return remote.ask(address(given), method, remote.query(path, **query) if query else path, body, **how)
+    url = address(given)
+    if how.get("timeout", ...) is None:
+        remote.greet(url)
+    return remote.ask(url, method, remote.query(path, **query) if query else path, body, **how)
 
 
 def events(given: argparse.Namespace) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -52,7 +52,7 @@ from anvil_mux.host.occupants import find_occupants
 from anvil_mux.host.processes import ProcessRuntime
 from anvil_mux.host.project import missing_images
 from anvil_mux.host.prompts import KeptPrompt, PromptCache
-from anvil_mux.host.runs import RunRecords, boot
+from anvil_mux.host.runs import RunRecords, boot, stat_of
 from anvil_mux.host.seam import (
     LOG_LINES,
     LOOPBACK,
@@ -110,6 +110,12 @@ def machine_id(environ: Mapping[str, str]) -> str:
         return f"{boot()}{environ.get(MACHINE, '')}"
     except OSError:
         return ""
+
+
+def is_process_stopped(pid: int) -> bool | None:
+    """Return whether a signal or a debugger holds a process of this machine; None: there is none."""
+    stat = stat_of(pid)
+    return stat.is_stopped if stat else None
 
 
 def inventory(address: str = LOOPBACK) -> Inventory:

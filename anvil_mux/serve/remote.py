@@ -11,14 +11,14 @@ import http.client
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode, urlsplit
 
 from anvil_mux.errors import BackendError, MuxError, printable
 from anvil_mux.protocol import foreign
-from anvil_mux.state import is_served, write_whole
+from anvil_mux.state import is_served, state_folder, text_of, write_whole
 
 DEFAULT_URL = "http://127.0.0.1:9292"
 ASK_SECONDS = 10.0
@@ -59,7 +59,11 @@ def announced(folder: Path, place: RunningMux) -> Iterator[None]:
 
 def places(home: Path) -> list[RunningMux]:
     """The anvil-mux whose state folders are under ``home`` and whose locks are held."""
-    found = []
+    return [place for place, _ in _served(home)]
+
+
+def _served(home: Path) -> Iterator[tuple[RunningMux, Path]]:
+    """Yield the same, each with its state folder."""
     for file in sorted(home.glob("*/address")):
         try:
             note = foreign.read(file.read_text())
@@ -67,8 +71,7 @@ def places(home: Path) -> list[RunningMux]:
         except (OSError, ValueError, KeyError, TypeError):
             continue
         if is_served(file.parent):
-            found.append(place)
-    return found
+            yield place, file.parent
 
 
 def choose(found: Sequence[RunningMux], files: Sequence[str | Path]) -> str | None:
@@ -141,9 +144,44 @@ def _response(
         yield connection.getresponse()
     except (OSError, http.client.HTTPException) as error:
         why = getattr(error, "strerror", None) or error
-        raise NotRunning(f"no anvil-mux answers at {url} ({why}); start one: anvil-mux serve FILE") from None
+        is_refused = isinstance(error, ConnectionRefusedError)
+        advice = _advice(host, port, is_refused=is_refused)
+        raise NotRunning(f"no anvil-mux answers at {url} ({why}); {advice}") from None
     finally:
         connection.close()
+
+
+def greet(url: str) -> None:
+    """Raise NotRunning, soon, if it does not answer: what follows may take any time."""
+    with _response(url, "GET", "/livez", None, ASK_SECONDS) as response:
+        response.read()
+
+
+def _advice(host: str, port: int | None, *, is_refused: bool) -> str:
+    """Return what to do about an address where nothing answers."""
+    for place, folder in _served(state_folder("", os.environ)):
+        with suppress(ValueError):
+            parts = urlsplit(place.url)
+            if (parts.hostname, parts.port) == (host, port):
+                return _revive(folder)
+    if is_refused:
+        return "start one: anvil-mux serve FILE"
+    return "a program listens there that does not answer in time, or a network is in between"
+
+
+def _revive(folder: Path) -> str:
+    """Return what to do about an anvil-mux that holds its lock and does not answer."""
+    from anvil_mux.host.local import is_process_stopped  # not needed where one answers
+
+    holder = text_of(folder / "lock")
+    is_stopped = is_process_stopped(int(holder)) if holder.isdecimal() else None
+    if is_stopped is None:
+        return f"the project {folder.name} is locked by a process that does not answer: see {folder / 'lock'}"
+    begun = f"process {holder} serves the project {folder.name}"
+    again = "start it again: its engines run on and are taken over"
+    if is_stopped:
+        return f"{begun} and is stopped: continue it with kill -CONT {holder}"
+    return f"{begun} and does not answer: wait, or end it with kill {holder} (at worst kill -9) and {again}"
 
 
 def _answer(url: str, status: int, text: bytes, accept: Sequence[int]) -> Any:

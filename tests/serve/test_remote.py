@@ -1,13 +1,19 @@
 """Commands find the anvil-mux that runs, and say plainly if there is none, or more than one."""
 
 import fcntl
+import os
+import signal
+import socket
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from anvil_mux.serve.remote import NotRunning, RunningMux, announced, choose, places, query
+from anvil_mux.serve import remote
+from anvil_mux.serve.remote import NotRunning, RunningMux, announced, ask, choose, greet, places, query
+from tests.running import seen
 
 ONE = RunningMux("http://127.0.0.1:1", ("/x/compose.yaml",))
 TWO = RunningMux("http://127.0.0.1:2", ("/y/compose.yaml", "/y/more.yaml"))
@@ -54,6 +60,48 @@ def test_without_a_file_the_only_one_is_chosen():
     assert choose([], []) is None
     with pytest.raises(NotRunning, match=r"several .* --url: http://127.0.0.1:1 .*http://127.0.0.1:2"):
         choose([ONE, TWO], [])
+
+
+@pytest.fixture
+def silent():
+    """The address of a program that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.fixture
+def sleeper():
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        yield process
+        process.kill()
+
+
+def test_one_that_serves_and_does_not_answer_is_named_with_what_to_do(tmp_path, monkeypatch, silent, sleeper):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with serving(tmp_path / "anvil-mux", "one", RunningMux(silent, ())):
+        (tmp_path / "anvil-mux" / "one" / "lock").write_text(str(sleeper.pid))
+        does = f"process {sleeper.pid} serves the project one and does not answer: wait, or end it with kill"
+        with pytest.raises(NotRunning, match=does):
+            ask(silent, "GET", "/healthz", timeout=0.01)
+        os.kill(sleeper.pid, signal.SIGSTOP)
+        seen(lambda: Path(f"/proc/{sleeper.pid}/stat").read_text(), lambda text: ") T " in text)
+        monkeypatch.setattr(remote, "ASK_SECONDS", 0.01)
+        is_stopped = (
+            f"process {sleeper.pid} serves the project one and is stopped: continue it with kill -CONT"
+        )
+        with pytest.raises(NotRunning, match=is_stopped):
+            greet(silent)
+        (tmp_path / "anvil-mux" / "one" / "lock").write_text("x")
+        with pytest.raises(NotRunning, match="the project one is locked by a process that does not answer"):
+            greet(silent)
+
+
+def test_an_address_where_none_serves_is_told_by_what_is_there(tmp_path, monkeypatch, silent):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with pytest.raises(NotRunning, match="a program listens there that does not answer in time"):
+        ask(silent, "GET", "/healthz", timeout=0.01)
+    with pytest.raises(NotRunning, match="start one: anvil-mux serve FILE"):
+        ask("http://127.0.0.1:1", "GET", "/healthz")
 
 
 def test_a_query_says_any_name():
