@@ -90,7 +90,7 @@ class RemoteHost:
         self.owner = Owner(0, "")
         """The owner that it is claimed for; its epoch is that of this host."""
         self.is_silent = False
-        """Whether its agent did not answer when it was last heard of; whoever watches it writes that."""
+        """Whether its agent did not answer when it was last heard of; the next contact ends that."""
         self.takeover = False
         """Whether it is claimed although another anvil-mux has it."""
         self._is_ours = False
@@ -387,8 +387,17 @@ class RemoteHost:
         return self._ask(kind, method, timeout=LONG_SECONDS)
 
     def _greet(self) -> None:
-        """Raise AgentSilent, soon, if the agent does not answer: what follows may take long."""
-        self._control.call(self.name, "hello", "", LIMIT_SECONDS)
+        """Raise AgentSilent, soon, if the agent does not answer: what follows may take long.
+
+        One that has not answered is not waited for again before the next contact.
+        """
+        if self.is_silent:
+            raise AgentSilent(f"the agent of host {self.name} does not answer")
+        try:
+            self._control.call(self.name, "hello", "", LIMIT_SECONDS)
+        except AgentSilent:
+            self.is_silent = True
+            raise
 
     def _exchange(self, method: str, args: tuple[object, ...], timeout: float) -> AgentAnswer:
         sent = frames.dump(AgentCall(self.owner, method, args))

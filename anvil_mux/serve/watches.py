@@ -331,7 +331,7 @@ class HostWatch:
     def turn(self) -> float:
         """Hear of the host once; the seconds until the next time."""
         try:
-            if not self._is_sure:
+            if not self._is_sure or self.host.is_silent:
                 self._contact()
             elif self.host.name in self._adoption.blind:
                 with self.busy:

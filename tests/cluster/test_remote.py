@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -450,3 +451,16 @@ def test_a_step_that_the_agent_does_not_wait_for_is_asked_for_again_after_a_paus
     agent.answers["result"] = results(lambda: StepState(False, was_awaited=False), RUNNING, Evicted("stop"))
     assert agent.host.evict(A, "stop") == Evicted("stop")
     assert agent.waits == 1
+
+
+def test_a_host_that_falls_silent_in_a_reload_is_waited_for_once_and_told_later(agent):
+    agent.is_silent = True
+    more = HostConfig((A, replace(A, name="more")))
+    for ask in (lambda: agent.host.reconfigure(more), agent.host.running, agent.host.orphans):
+        with pytest.raises(AgentSilent):
+            ask()
+    agent.host.reconfigure(more)
+    assert agent.waited == [LIMIT_SECONDS]
+    agent.is_silent = False
+    agent.host.contact()
+    assert agent.called("reconfigure") == [("reconfigure", more)]

@@ -52,6 +52,7 @@ class House:
         )
         self.host = SimpleNamespace(
             name="h",
+            is_silent=False,
             contact=self.contact,
             running=lambda: [each.name for each in self.running],
             adopt=lambda backend: self.found[backend.name],
@@ -105,6 +106,7 @@ class House:
     def contact(self):
         if not self.agent_answers:
             raise AgentSilent("no answer")
+        self.host.is_silent = False
         is_new, self.known_instance = self.instance != self.known_instance, self.instance
         return is_new
 
