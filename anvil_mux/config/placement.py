@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from anvil_mux.config.kinds import Diagnostic, KeyPath, advice, as_yaml, gib, meant, nearest
+from anvil_mux.config.kinds import Diagnostic, KeyPath, advice, as_yaml, gib, meant
 from anvil_mux.config.machines import (
     ALL,
     ANY_HOST,
@@ -32,6 +32,8 @@ from anvil_mux.config.service import ALL_THERE_ARE, GivenGpus, of_vendors, vendo
 
 SHOWN = 10
 """How many names a warning shows."""
+STEM = re.compile(r"(?:[0-9]+|(?<=[-_.])[a-z])$")
+"""The number or letter at the end of a host's name that tells it from others of its kind."""
 Need = str | tuple[str, ...] | int | GivenGpus
 """The GPUs that a service needs: ``ALL``, ``ALL_THERE_ARE``, these, any so many, or those given by files."""
 
@@ -340,11 +342,23 @@ class Places:
                 waiting.setdefault(tuple(names), []).append(host)
         for services, hosts in waiting.items():
             text = f"not in the cluster: {_shown(hosts)}; {_shown(services)} wait for that"
-            is_name = HOST_NAME.fullmatch(hosts[0]) and hosts[0] != ANY_HOST
-            if len(hosts) == 1 and is_name and 0 < len(self.cluster) <= SHOWN:
-                text += f"; {nearest(hosts[0], self.cluster)}"
-            near = meant(hosts[0], self.cluster) if len(hosts) == 1 else ""
+            near = ""
+            if len(hosts) == 1 and HOST_NAME.fullmatch(hosts[0]) and hosts[0] != ANY_HOST:
+                text += "; no host of that name has answered yet"
+                if self.cluster:
+                    text += f"; known hosts: {_shown([*self.cluster])}"
+                if near := self._misspelt(hosts[0]):
+                    text += f"; did you mean {near}?"
             self._problems.warn(_hosts_key(services[0]), text, f"hosts: {near}" if near else "")
+
+    def _misspelt(self, host: str) -> str:
+        """Return the host whose name may be meant by one that was never seen; "" if none is.
+
+        Names that the file describes, and those that only have another number or letter at their end, are
+        hosts that are not there.
+        """
+        others = [each for each in self.cluster if STEM.sub("", each) != STEM.sub("", host)]
+        return "" if host in self._machines else meant(host, others)
 
 
 def _hosts_key(name: str) -> KeyPath:

@@ -361,7 +361,29 @@ def test_a_host_that_is_not_in_the_cluster_is_a_warning_and_has_its_backends(tmp
     assert list(found.generated_compose) == ["gpu-a"]
     assert Gpu("1", host="gpu-c") in found.gpus
     (warning,) = found.warnings
-    assert "hosts: not in the cluster: gpu-c; m wait for that; did you mean gpu-a?" in warning
+    said = "hosts: not in the cluster: gpu-c; m wait for that; no host of that name has answered yet"
+    assert f"{said}; known hosts: gpu-a" in warning
+    assert "did you mean" not in warning
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "top", "hint"),
+    [
+        ("gpua", "gpu-a", "", "did you mean gpu-a?"),
+        ("gppu-a", "gpu-a", "", "did you mean gpu-a?"),
+        ("host2", "host1", "", ""),
+        ("rack1-12", "rack1-2", "", ""),
+        ("gpua", "gpu-a", "machines: {gpua: {}}", ""),
+        ("beta", "alpha", "", ""),
+    ],
+)
+def test_only_a_name_that_may_be_misspelt_has_a_hint(
+    tmp_path: Path, name: str, known: str, top: str, hint: str
+) -> None:
+    found = one(tmp_path, f"hosts: [{name}], gpu_count: 2", RESERVED, top, hosts={known: machine()})
+    (warning,) = [text for text in found.warnings if "wait for that" in text]
+    assert f"known hosts: {known}" in warning
+    assert ("did you mean" in warning, hint in warning) == (bool(hint), True)
 
 
 def test_a_host_of_which_no_address_is_known_is_not_there_yet(tmp_path: Path) -> None:
