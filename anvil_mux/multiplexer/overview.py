@@ -121,6 +121,12 @@ class Overview:
         with self._lock:
             return [model.name for model in self._layout.models.values() if model.ready]
 
+    def own_host_problem(self) -> str:
+        """Return why nothing can be begun on our own host now; "" if it can."""
+        with self._lock:
+            own = self._layout.hosts.get("")
+            return (own.why or "it cannot be controlled") if own and own.is_away else ""
+
     def has_another(self, backend: Backend) -> bool:
         """Whether a request may be sent to another backend of its model without waiting for a load."""
         with self._lock:

@@ -335,7 +335,8 @@ class Diagnosis:
             for key, value in found._asdict().items()
         }
         estimate["waits_for"] = [healthz.answer(each) for each in found.waits_for]
-        hosts = healthz.hosts_of(self._mux.overview.model(model))
+        overview = self._mux.overview
+        hosts = healthz.hosts_of(overview.model(model), overview.own_host_problem())
         more: dict[str, Any] = {"hosts": hosts} if hosts else {}
         sentence = found.sentence
         for words in self._mux.overview.paused_by_hand(model):

@@ -33,6 +33,8 @@ class HostState:
     """Whether it was drained by hand."""
     is_away: bool = False
     """Whether it cannot be steered for now."""
+    why: str = ""
+    """Why it is lost or away; "" if it is neither, or that is not known."""
 
     @property
     def is_lost(self) -> bool:
@@ -295,7 +297,8 @@ def host_state(host: HostRecord, now: float) -> HostState | None:
     if not host.name:
         return None
     lost_seconds = now - host.since if host.is_lost else None
-    return HostState(host.name, lost_seconds, host.is_drained, host.is_away)
+    why = host.why if host.is_lost or host.is_away else ""
+    return HostState(host.name, lost_seconds, host.is_drained, host.is_away, why)
 
 
 _SHOWN = ("ready", "draining", "loading", "cancelling", "evicting", "stuck", "demoting", "standby", "stopped")

@@ -111,7 +111,8 @@ def _of_silent_host(state: GroupState, model: Model) -> WaitEstimate | None:
         asleep = f"its host {host.name} is not there, and is woken for it"
         return _waits(model.name, f"{asleep}; that may take {span(host.wake_timeout or 0.0)}")
     if host.is_away:
-        away = f"its host {host.name} cannot be controlled ({host.why or 'its agent does not answer'})"
+        where = f"host {host.name}" if host.name else "own host"
+        away = f"its {where} cannot be controlled ({host.why or 'the reason is not known'})"
         return _waits(model.name, f"{away}, and nothing is loaded or evicted there until it can")
     return None
 

@@ -116,7 +116,7 @@ def of_hosts(status: Status, round_trips: Mapping[str, float]) -> Iterator[Metri
     hosts = status.hosts
     text = "1 while the host is lost: neither its agent nor its engines answer."
     yield gauge("anvil_host_lost", text, "host", {(host.host,): host.is_lost for host in hosts})
-    text = "1 while the agent of the host does not answer but its engines do."
+    text = "1 while the host cannot be controlled, for whatever reason, and its engines answer."
     yield gauge("anvil_host_away", text, "host", {(host.host,): host.is_away for host in hosts})
     text = "1 while the host is drained by hand."
     yield gauge("anvil_host_drained", text, "host", {(host.host,): host.is_drained for host in hosts})

@@ -94,10 +94,10 @@ def _candidates(model: ModelState) -> dict[str, object]:
     return {"candidates": {"backends": len(model.backends), "hosts": len(hosts)}}
 
 
-def hosts_of(model: ModelState) -> list[dict[str, object]]:
+def hosts_of(model: ModelState, own_problem: str = "") -> list[dict[str, object]]:
     """The hosts where a model may run, how many backends it has there in which state, and which are left out.
 
-    Empty where there is but the one that anvil-mux runs on.
+    Empty where there is but the one that anvil-mux runs on. ``own_problem``: why nothing is begun there.
     """
     found: dict[HostState | None, Counter[str]] = {}
     for each in model.backends:
@@ -105,20 +105,26 @@ def hosts_of(model: ModelState) -> list[dict[str, object]]:
     if not any(found):
         return []
     return [
-        {"host": host.host if host else LOCAL, "states": dict(states), "left_out": _left_out(host)}
+        {
+            "host": host.host if host else LOCAL,
+            "states": dict(states),
+            "left_out": _left_out(host or HostState("", is_away=bool(own_problem), why=own_problem)),
+        }
         for host, states in found.items()
     ]
 
 
-def _left_out(host: HostState | None) -> str | None:
+def _left_out(host: HostState) -> str | None:
     """Why nothing is loaded on a host now; None: it takes loads."""
-    if host and host.lost_seconds is not None:
-        return f"lost for {host.lost_seconds:.0f} s"
-    if host and host.is_drained:
-        return "drained by hand"
-    if host and host.is_away:
-        return "away: its agent does not answer; its engines go on serving"
-    return None
+    found = []
+    if host.lost_seconds is not None:
+        found.append(f"lost for {host.lost_seconds:.0f} s{host.why and f': {host.why}'}")
+    if host.is_drained:
+        found.append("drained by hand")
+    if host.is_away:
+        why = host.why or "it cannot be controlled"
+        found.append(f"away: {why}; its engines go on serving")
+    return "; ".join(found) or None
 
 
 def _matters(model: ModelState, backend: BackendState) -> bool:

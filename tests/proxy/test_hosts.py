@@ -73,15 +73,20 @@ def test_of_a_few_backends_on_one_host_all_are_told(make_rig):
 def test_why_names_the_hosts_and_says_which_are_left_out(make_rig):
     rig = make_rig(backends=candidates("", "h1", "h2", "h3"))
     rig.mux.facts.adopt({"m.h1.0": rig.engine.url})
-    rig.mux.facts.host_lost("h1")
+    rig.mux.facts.host_lost("h1", "the head is down")
     rig.mux.tell(rig.mux.scheduler.host_drained, "h2", drained=True)
-    rig.mux.tell(rig.mux.scheduler.host_away, "h3", away=True)
+    rig.mux.tell(rig.mux.scheduler.host_away, "h2", away=True, why="Docker does not answer")
+    rig.mux.tell(rig.mux.scheduler.host_away, "h3", away=True, why="its disk is full")
     told = {each.pop("host"): each for each in rig.json(b"/why?model=m")["hosts"]}
     assert told["local"] == {"states": {"stopped": 2}, "left_out": None}
     assert told["h1"]["states"] == {"ready": 1, "stopped": 1}
-    assert told["h1"]["left_out"].startswith("lost for ")
-    assert told["h2"]["left_out"] == "drained by hand"
-    assert told["h3"]["left_out"] == "away: its agent does not answer; its engines go on serving"
+    assert told["h1"]["left_out"] == "lost for 0 s: the head is down"
+    away = "away: Docker does not answer; its engines go on serving"
+    assert told["h2"]["left_out"] == f"drained by hand; {away}"
+    assert told["h3"]["left_out"] == "away: its disk is full; its engines go on serving"
+    rig.mux.tell(rig.mux.scheduler.host_away, "", away=True, why="Docker does not answer")
+    told = {each.pop("host"): each for each in rig.json(b"/why?model=m")["hosts"]}
+    assert told["local"]["left_out"] == away
     stages = rig.json(b"/why?model=m")["stages"]
     removed = {row["backend"]: row["removed_by"] for row in stages["neutral"]}
     assert (removed["m.h1.0"], removed["m.h2.0"]) == ("host_lost", "stopped")
