@@ -377,10 +377,16 @@ class _ServiceReader:
             mounts = service.mounts_of_process(root)
             needs: service.Needs = ()
             files: tuple[service.PlacedFile, ...] = ()
+            externals: tuple[tuple[str, str], ...] = ()
+            published: list[service.Port] = []
         else:
             mounts = service.mounts(described, root)
             needs = service.needs(described, self._files.services_described, self._files.models)
-            files = service.placed_files(described, self._files.shared, self._files.variables)
+            shared = self._files.shared
+            files = service.placed_files(described, shared, self._files.variables)
+            users = [described, *(self._files.services_described[name] for name, _ in needs)]
+            externals = sum((service.externals(each, shared) for each in users), ())
+            published = service.published(described)
         return Service(
             image=service.word(described, "image"),
             command=service.argv(described),
@@ -392,6 +398,8 @@ class _ServiceReader:
             mounts=mounts,
             on_host_network=not self._files.process and described.get("network_mode") == "host",
             needs=needs,
+            ports=tuple([(each.address, each.outside) for each in published if each.outside]),
+            externals=tuple(dict.fromkeys(externals)),
             files=files,
             digest=service.digest(described, LABEL),
         )

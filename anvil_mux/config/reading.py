@@ -253,6 +253,11 @@ def _value(document: Document, key: KeyPath) -> object:
 KeyInFile = tuple[Document, KeyPath]
 
 
+def services(names: Sequence[str]) -> str:
+    """Return services as messages name them: "service a" or "services a, b"."""
+    return f"service{'s' * (len(names) > 1)} {', '.join(names)}"
+
+
 class Problems:
     """The problems and warnings that were found so far.
 
@@ -269,6 +274,8 @@ class Problems:
         self._places = places
         self._found: list[str] = []
         self.warnings = [*warnings]
+        self._of_services: dict[Diagnostic, tuple[int, list[str]]] = {}
+        """Warning about services -> its index among all, and the services."""
         self.origins = dict.fromkeys(SETTINGS, "default")
         """Setting -> what gave its value: a file and line, a variable, "flag" or "default"."""
 
@@ -292,10 +299,17 @@ class Problems:
         self._found.append(found.at(self.place(whole), whole, ".".join(key)))
 
     def of_service(self, name: str, text: str) -> None:
-        """Add a warning about a service, which names the line of the key that it is about."""
+        """Add a warning about a service, which names the line of the key that it is about.
+
+        The same warning about several services is one that names them, with the line of the first.
+        """
         found = as_diagnostic(text)
-        key = ("services", name, *found.key)
-        self.warnings.append(found.at(self.place(key), key, f"service {name}"))
+        index, names = self._of_services.setdefault(found, (len(self.warnings), []))
+        if name not in names:
+            names.append(name)
+        key = ("services", names[0], *found.key)
+        warning = found.at(self.place(key), key, services(names))
+        self.warnings[index : index + 1] = [warning]
 
     def of_setting(self, key: str, text: str, *path: str) -> None:
         """Add a problem with a setting; it names the flag or the variable if one of them gave the value."""

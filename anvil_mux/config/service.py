@@ -120,6 +120,10 @@ class Service:
     """Whether its container listens at the host's own ports."""
     needs: Needs = ()
     """The services that must be there before it is started, in their order (containers only)."""
+    ports: tuple[tuple[str, int], ...] = field(default=(), compare=False)
+    """The addresses and ports of its host at which its container is published."""
+    externals: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    """The volumes and networks that it uses and Compose does not make: (``volumes``, NAME)."""
     files: tuple[PlacedFile, ...] = field(default=(), repr=False, compare=False)
     """The secrets and configs that are written into its container, since they are not files of the host."""
     digest: str = field(default="", compare=False)
@@ -466,6 +470,31 @@ def _mount(volume: Any, folder: str) -> tuple[str, str]:
         source, inside = (first, others[0]) if others else ("", first)
         is_folder = source.startswith(("/", ".", "~"))
     return inside, os.path.abspath(os.path.join(folder, os.path.expanduser(source))) if is_folder else ""
+
+
+# What is made outside of Compose
+
+EXTERNAL = ("volumes", "networks")
+"""The kinds of things that Compose finds by name instead of making them."""
+
+
+def externals(described: RawService, shared: Mapping[str, Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """Return the volumes and networks that a service uses and Compose does not make, with their kinds."""
+    found = []
+    for kind in EXTERNAL:
+        for used in _used_names(described.get(kind)):
+            about = shared.get(kind, {}).get(used)
+            is_external = about.get("external") if isinstance(about, Mapping) else None
+            if isinstance(about, Mapping) and is_external:
+                named = is_external.get("name") if isinstance(is_external, Mapping) else None
+                found.append((kind, str(named or about.get("name") or used)))
+    return tuple(dict.fromkeys(found))
+
+
+def _used_names(written: Any) -> Iterator[str]:
+    """Yield the names of volumes or networks that a service uses, in the short or the long form."""
+    for each in written if isinstance(written, (list, dict)) else ():
+        yield str(each.get("source", "")) if isinstance(each, Mapping) else str(each).partition(":")[0]
 
 
 # Secrets and configs

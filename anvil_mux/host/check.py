@@ -10,10 +10,12 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.kinds import Diagnostic
-from anvil_mux.host.seam import HostConfig, HostGpu
+from anvil_mux.config.kinds import Diagnostic, advice
+from anvil_mux.config.reading import services
+from anvil_mux.host.seam import LOOPBACK, HostConfig, HostGpu
 
 if TYPE_CHECKING:
     from anvil_mux.host.docker_api import About
@@ -120,6 +122,116 @@ def _lacks(backend: Backend, about: About) -> Iterator[str]:
         yield f"Podman {about.podman} takes no GPU of CDI from Compose; {newer} does, with Compose 2.30"
 
 
+def missing_externals(config: HostConfig) -> list[str]:
+    """A warning for each volume or network that Compose does not make and the engine does not have.
+
+    BackendError if it cannot be asked.
+    """
+    users: dict[tuple[str, str], list[str]] = {}
+    for name, backend in _by_service(config).items():
+        for external in backend.service.externals if config.runtime == "compose" else ():
+            users.setdefault(external, []).append(name)
+    if not users:
+        return []
+    from anvil_mux.host.docker_api import ContainerEngine, find_endpoint
+
+    engine = ContainerEngine(find_endpoint(os.environ))
+    lists: dict[str, Callable[[], set[str]]] = {"volumes": engine.volumes, "networks": engine.networks}
+    present = {kind: lists[kind]() for kind in {kind for kind, _ in users}}
+    return [
+        advice(
+            f"{services(names)}: the external {kind.removesuffix('s')} {external} does not exist",
+            f"docker {kind.removesuffix('s')} create {external}",
+            f"make it with `docker {kind.removesuffix('s')} create {external}`",
+            key=("services", names[0], kind),
+        )
+        for (kind, external), names in users.items()
+        if external not in present[kind]
+    ]
+
+
+def busy_ports(config: HostConfig) -> list[str]:
+    """A warning for each port of this machine that a service needs and somebody else has; BackendError.
+
+    A port that an engine of this project has is not among them.
+    """
+    wanted: dict[int, dict[str, str]] = {}
+    for name, backend in _by_service(config).items():
+        for address, port in _ports_taken(config, backend):
+            wanted.setdefault(port, {}).setdefault(name, address)
+    if not wanted:
+        return []
+    holders, is_here = _holders(config)
+    from anvil_mux.host.listeners import find_listeners
+    from anvil_mux.host.processes import is_taken
+
+    taken = [
+        port
+        for port, users in wanted.items()
+        if is_here and port not in holders and any(is_taken(each, port) for each in users.values())
+    ]
+    listeners = find_listeners(taken)
+    for port in taken:
+        found = listeners.get(port)
+        holders[port] = f"{found.program} (process {found.pid})" if found else "another program"
+    remedy = "leave out `port`" if config.runtime == "process" else "publish a free one: 127.0.0.1::PORT"
+    return [
+        Diagnostic(
+            f"{services([*users])}: port {port} of its host is in use by {who}; end that, or {remedy}",
+            key=("services", next(iter(users)), "ports"),
+        )
+        for port, users in wanted.items()
+        if (who := holders.get(port))
+    ]
+
+
+def _by_service(config: HostConfig) -> dict[str, Backend]:
+    return {backend.service_name: backend for backend in config.backends}
+
+
+def _ports_taken(config: HostConfig, backend: Backend) -> Iterator[tuple[str, int]]:
+    """Yield the addresses and ports of this machine that a backend takes while it runs."""
+    from anvil_mux.host.engines import listen_port
+
+    yield from backend.service.ports
+    if config.runtime == "process" and backend.port:
+        yield LOOPBACK, backend.port
+    elif backend.service.on_host_network:
+        yield "", listen_port(backend)
+
+
+def _holders(config: HostConfig) -> tuple[dict[int, str], bool]:
+    """Return who is known to have ports, for people, and whether the ports of services are those seen here.
+
+    An engine of this project is "". From within a container the ports of its host are not seen.
+    """
+    if config.runtime == "process":
+        from anvil_mux.host.runs import marked_runs
+
+        return {
+            port: "" if run.project == config.project else f"{run.backend} of the project {run.project}"
+            for run in marked_runs()
+            if (port := urlsplit(run.url).port)
+        }, True
+    from anvil_mux.host.docker_api import ContainerEngine, find_endpoint
+
+    endpoint = find_endpoint(os.environ)
+    engine, ours = ContainerEngine(endpoint), _by_service(config)
+    holders = {
+        port: ""
+        if (each.project, each.service in ours) == (config.project, True)
+        else f"the container {each.id}"
+        for port, each in engine.published().items()
+    }
+    on_host = [each for each in ours.values() if each.service.on_host_network]
+    if on_host:  # no port is published then
+        running = {(each.project, each.service) for each in engine.running()}
+        for backend in on_host:
+            if (config.project, backend.service_name) in running:
+                holders |= {port: "" for _, port in _ports_taken(config, backend)}
+    return holders, endpoint.path is not None and not any(map(os.path.exists, IN_CONTAINER))
+
+
 def missing_rights(config: HostConfig) -> list[str]:
     """A warning for each right that a checkpoint needs, and whoever runs this has not."""
     if not any("checkpoint" in backend.evict_to for backend in config.backends):
@@ -139,11 +251,14 @@ def missing_files(config: HostConfig) -> list[str]:
     if not is_process and find_endpoint(os.environ).path is None:
         return []
     sees_all = is_process or not any(map(os.path.exists, IN_CONTAINER))
+    lacking: dict[tuple[str, str], list[str]] = {}
+    for name, backend in _by_service(config).items():
+        for key, place, text in (_programs if is_process else _mounts)(backend, folders):
+            if sees_all or any(folder in Path(place).parents for folder in folders):
+                lacking.setdefault((key, text), []).append(name)
     return [
-        Diagnostic(f"service {name}: {text}", key=("services", name, key))
-        for name, backend in {backend.service_name: backend for backend in config.backends}.items()
-        for key, place, text in (_programs if is_process else _mounts)(backend, folders)
-        if sees_all or any(folder in Path(place).parents for folder in folders)
+        Diagnostic(f"{services(names)}: {text}", key=("services", names[0], key))
+        for (key, text), names in lacking.items()
     ]
 
 
@@ -224,4 +339,4 @@ def questions() -> Sequence[Callable[[HostConfig], list[str]]]:
     """All questions about what a host may lack for a configuration."""
     from anvil_mux.host.project import missing_images
 
-    return missing_files, missing_images, engine_limits, missing_rights
+    return missing_files, missing_images, missing_externals, busy_ports, engine_limits, missing_rights

@@ -15,7 +15,6 @@ same description, so a container's hash counts against it only where the release
 
 from __future__ import annotations
 
-import errno
 import io
 import logging
 import math
@@ -42,7 +41,7 @@ from anvil_mux.host.docker_api import (
     find_endpoint,
 )
 from anvil_mux.host.engines import listen_port
-from anvil_mux.host.processes import free_port, port_taken
+from anvil_mux.host.processes import free_port, is_taken, port_taken
 from anvil_mux.host.project import Project, how_it_ended
 from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, HostConfig, NotBegun, url_of
 from anvil_mux.state import state_folder
@@ -322,7 +321,7 @@ class ContainerRuntime:
             self._engine.start(id)
             return
         local = self._engine.endpoint.path is not None
-        if local and any(_is_taken(ip, port) for ip, port in container.wants_ports):
+        if local and any(is_taken(ip, port) for ip, port in container.wants_ports):
             raise LoadError(
                 f"{refused.message}. Another program has this port; "
                 'a free one is taken with ports: ["127.0.0.1::PORT"]'
@@ -599,15 +598,6 @@ def cannot_meet(container: Container, condition: str) -> str:
     if condition == HEALTHY and not container.health:
         return "has no health check, which `condition: service_healthy` needs"
     return ""
-
-
-def _is_taken(ip: str, port: int) -> bool:
-    """Whether a program of this machine listens there already."""
-    try:
-        free_port(ip, port)
-    except OSError as error:
-        return error.errno == errno.EADDRINUSE
-    return False
 
 
 # What an inspect tells

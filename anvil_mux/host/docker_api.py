@@ -150,6 +150,11 @@ def _compose_container(id: str, labels: Mapping[str, str]) -> ComposeContainer:
     return ComposeContainer(id, project, service, number, made_of, folder=folder)
 
 
+def _name_of(listed: Mapping[str, Any]) -> str:
+    """Return the name of a listed container, or its id where it has none."""
+    return str(next(iter(listed.get("Names") or ()), listed["Id"])).removeprefix("/")
+
+
 def _compose_hash(labels: Mapping[str, str], host: Mapping[str, Any]) -> str:
     """Compose's hash, where it can be compared: it has the id of each container whose parts this one uses."""
     uses = (host.get(f"{what}Mode") or "" for what in ("Network", "Ipc", "Pid"))
@@ -346,7 +351,25 @@ class ContainerEngine:
         # Null: Docker within a container may not find the control group, and then lists nothing.
         return [int(word) for row in rows or () for word in row[:1] if word.isdecimal()]
 
+    def published(self) -> dict[int, ComposeContainer]:
+        """Return the containers that run by the TCP ports of the host at which they are published."""
+        return {
+            int(port["PublicPort"]): _compose_container(_name_of(each), each.get("Labels") or {})
+            for each in self._json("/containers/json")
+            for port in each.get("Ports") or ()
+            if port.get("PublicPort") and port.get("Type", "tcp") == "tcp"
+        }
+
     # The engine itself
+
+    def volumes(self) -> set[str]:
+        """Return the names of all volumes."""
+        return {str(each["Name"]) for each in self._json("/volumes").get("Volumes") or ()}
+
+    def networks(self) -> set[str]:
+        """Return the names and the ids of all networks."""
+        listed = self._json("/networks")
+        return {str(each[key]) for each in listed for key in ("Name", "Id") if each.get(key)}
 
     def image_id(self, name: str) -> str:
         """The id of the image that has this name; "" if none has."""

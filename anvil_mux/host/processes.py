@@ -538,6 +538,15 @@ def free_port(address: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
+def is_taken(address: str, port: int) -> bool:
+    """Return whether a program of this machine listens at a port already."""
+    try:
+        free_port(address, port)
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
+
+
 def _claim(port: int) -> socket.socket:
     """A claim to a port, for as long as it is open; OSError if there is one."""
     claim = socket.socket(socket.AF_UNIX)

@@ -357,3 +357,13 @@ def test_a_vram_that_its_model_exceeded_is_told() -> None:
         hints = [*vram_to_declare(config, cast(Any, SimpleNamespace(footprints=[footprint])))]
         assert [cast(Diagnostic, hint).write for hint in hints] == expected
     assert hints[0].startswith("a held 20GiB of each GPU when it last ran, more than its vram")
+
+
+def test_the_same_warning_about_several_services_is_one_that_names_them(tmp_path):
+    described = "image: x, profiles: [llm], ports: ['127.0.0.1::80'], x-anvil: {gpus: ['0']}"
+    text = f"services:\n  a: {{{described}}}\n  b: {{{described}, restart: always}}\n  c: {{{described}}}\n"
+    file = tmp_path / "compose.yaml"
+    file.write_text(text)
+    none, restart = load([file], compose=None, environ={}).warnings
+    assert none.startswith(f"{file}:2: services a, b, c: `x-anvil` names GPU 0")
+    assert restart.startswith(f"{file}:3: service b: `restart: always`")

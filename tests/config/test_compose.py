@@ -443,7 +443,7 @@ def test_compose_and_the_fallback_read_many_forms_alike(tmp_path: Path, compose:
     through, without = load([file], compose=compose), load([file], compose=None)
     ours = [each for each in through.warnings if "docker compose config: The" not in each]
     assert sorted(ours) == sorted(each for each in without.warnings if "is not set, so" not in each)
-    assert (len(through.warnings), len(without.warnings)) == (7, 7), json.dumps(through.warnings, indent=1)
+    assert (len(through.warnings), len(without.warnings)) == (5, 5), json.dumps(through.warnings, indent=1)
     for each in config.Config.__dataclass_fields__:
         if each not in ("warnings", "resolved_compose"):
             assert getattr(through, each) == getattr(without, each)

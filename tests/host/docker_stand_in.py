@@ -65,6 +65,7 @@ class Docker:
     images: set[str] = field(default_factory=lambda: {"llama:1"})
     listed_images: Sequence[str] = ()
     """What `docker compose config --images` says."""
+    volumes: Sequence[str] = ()
     runtimes: Sequence[str] = ("runc",)
     has_compose: bool = True
     version: str = "1.41"
@@ -188,15 +189,29 @@ class Docker:
             return self.fails[verb].pop(0)
         if verb in self.ignores:
             return 204, None
-        if verb not in ("ps", "image", "info") and id not in self.containers:
+        if verb not in ("ps", "image", "info", "volumes", "networks") and id not in self.containers:
             return 404, f"No such container: {id}"
         return getattr(self, f"do_{verb}")(id)  # type: ignore[no-any-return]
 
     def do_ps(self, _: str) -> Answer:
-        words = json.loads(self.asked["filters"])["label"]
+        words = json.loads(self.asked.get("filters", '{"label": []}'))["label"]
         wanted = [word.rpartition("=")[2] for word in words if ".service=" in word]
         found = [each for each in self.containers.values() if not wanted or _service(each) in wanted]
-        return 200, [{"Id": each["Id"], "Labels": each["Config"]["Labels"]} for each in found]
+        listed = [(each, each.get("Published", ())) for each in found]
+        return 200, [
+            {
+                "Id": each["Id"],
+                "Labels": each["Config"]["Labels"],
+                "Ports": [{"PublicPort": p} for p in ports],
+            }
+            for each, ports in listed
+        ]
+
+    def do_volumes(self, _: str) -> Answer:
+        return 200, {"Volumes": [{"Name": name} for name in self.volumes] or None}
+
+    def do_networks(self, _: str) -> Answer:
+        return 200, [{"Name": name, "Id": f"id of {name}"} for name in ("bridge", "host", "none")]
 
     def do_inspect(self, id: str) -> Answer:
         return 200, self.containers[id]
@@ -311,6 +326,8 @@ PATHS = (
     ("GET", r"/containers/([^/]+)/json", "inspect"),
     ("GET", r"/images/(.+)/json", "image"),
     ("GET", r"/info", "info"),
+    ("GET", r"/volumes", "volumes"),
+    ("GET", r"/networks", "networks"),
     ("DELETE", r"/containers/([^/]+)", "rm"),
     ("GET", r"/containers/([^/]+)/(top|logs)", ""),
     ("PUT", r"/containers/([^/]+)/(archive)", ""),

@@ -1,10 +1,13 @@
 """What a machine lacks for a configuration: programs, models, mounted folders, and a fit container engine."""
 
+import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from anvil_mux.errors import MuxError
 from anvil_mux.host import check
 from anvil_mux.host.seam import HostConfig
 from anvil_mux.plugins import load
@@ -130,3 +133,104 @@ def test_what_an_engine_cannot_do_is_listed(docker, podman, said, backend, limit
     found = check.engine_limits(HostConfig((backend,)))
     assert len(found) == len(limits)
     assert all(limit in each for limit, each in zip(limits, found, strict=True)), found
+
+
+# Volumes, networks and ports
+
+
+USING = """
+services:
+  a:
+    image: x
+    volumes: [models:/m, {type: volume, source: cache, target: /c}]
+    networks: [own, front]
+    x-anvil: {}
+  b: {image: x, x-anvil: {}, volumes: ['models:/m'], depends_on: [c]}
+  c: {image: x, volumes: ['more:/m']}
+volumes: {models: {external: true}, cache: {external: true, name: its-cache}, more: {external: {name: m}}}
+networks: {own: {}, front: {external: true}}
+"""
+
+
+def read(folder, text):
+    file = folder / "compose.yaml"
+    file.write_text(f"name: p\n{text}")
+    return HostConfig.of(load([file], compose=None, environ={}))
+
+
+def test_an_external_volume_or_network_that_does_not_exist_is_named_once(docker, tmp_path, monkeypatch):
+    docker.volumes = ["its-cache"]
+    monkeypatch.setenv("DOCKER_HOST", docker.host)
+    assert check.missing_externals(read(tmp_path, USING)) == [
+        "services a, b: the external volume models does not exist; "
+        "make it with `docker volume create models`",
+        "service a: the external network front does not exist; make it with `docker network create front`",
+        "service b: the external volume m does not exist; make it with `docker volume create m`",
+    ]
+    assert sorted(docker.verbs()) == ["networks", "volumes"]
+
+
+def test_nothing_is_asked_where_nothing_is_external(docker, tmp_path, monkeypatch):
+    monkeypatch.setenv("DOCKER_HOST", docker.host)
+    assert check.missing_externals(read(tmp_path, "services: {a: {image: x, x-anvil: {}}}")) == []
+    assert docker.verbs() == []
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def publishing(port):
+    service = f"{{image: x, x-anvil: {{gpus: ['0'], port: 80}}, ports: ['127.0.0.1:{port}:80']}}"
+    return f"services: {{a: {service}, b: {service}}}"
+
+
+def test_a_busy_host_port_is_named_with_its_holder(docker, tmp_path, monkeypatch, listener):
+    monkeypatch.setattr(check, "IN_CONTAINER", ())
+    monkeypatch.setenv("DOCKER_HOST", docker.host)
+    [found] = check.busy_ports(read(tmp_path, publishing(listener)))
+    assert found.startswith(f"services a, b: port {listener} of its host is in use by ")
+    assert f"(process {os.getpid()})" in found
+
+
+@pytest.mark.parametrize(
+    ("service", "project", "found"),
+    [
+        ("a", "p", []),
+        ("b", "p", []),
+        ("web", "p", ["services a, b: port 1 of its host is in use by the container c1"]),
+        ("a", "q", ["services a, b: port 1 of its host is in use by the container c1"]),
+    ],
+    ids=["its own", "another model of ours", "another service of ours", "another project"],
+)
+def test_a_port_of_a_container_is_busy_unless_it_is_an_engine_of_ours(
+    docker, tmp_path, monkeypatch, service, project, found
+):
+    monkeypatch.setattr(check, "IN_CONTAINER", ())
+    monkeypatch.setenv("DOCKER_HOST", docker.host)
+    docker.add("c1", service)
+    docker.containers["c1"]["Published"] = [1]
+    docker.containers["c1"]["Config"]["Labels"]["com.docker.compose.project"] = project
+    assert [each.partition(";")[0] for each in check.busy_ports(read(tmp_path, publishing(1)))] == found
+
+
+def test_a_port_is_not_probed_in_a_container_whose_host_has_others(docker, tmp_path, monkeypatch, listener):
+    monkeypatch.setattr(check, "IN_CONTAINER", (str(tmp_path),))
+    monkeypatch.setenv("DOCKER_HOST", docker.host)
+    assert check.busy_ports(read(tmp_path, publishing(listener))) == []
+
+
+def test_no_port_is_claimed_to_be_busy_while_docker_does_not_answer(tmp_path, monkeypatch, listener):
+    monkeypatch.setattr(check, "IN_CONTAINER", ())
+    with pytest.raises(MuxError):
+        check.busy_ports(read(tmp_path, publishing(listener)))
+
+
+def test_a_busy_port_of_a_process_is_named(tmp_path, monkeypatch, listener):
+    monkeypatch.setattr(check, "IN_CONTAINER", ())
+    text = process(f"command: [sh, --port, '{listener}']").replace("gpus: []", f"gpus: [], port: {listener}")
+    [found] = check.busy_ports(read(tmp_path, text))
+    assert found.startswith(f"service a: port {listener} of its host is in use by ")
+    assert found.endswith("end that, or leave out `port`")
