@@ -516,7 +516,12 @@ class _ServiceReader:
             self._warn(compose.caveats(self._described, self._image))
 
     def _is_as_written(self, gpus: tuple[str, ...]) -> bool:
-        """Return whether Docker gives the container exactly these GPUs, by the files' own words."""
+        """Return whether Docker gives the container exactly these GPUs, by the files' own words.
+
+        Where GPUs are names of the file's own, those words are all that says which it has.
+        """
+        if not grants.are_ids(gpus):
+            return True
         if others := service.others_gpus(self._described, self._variables):
             return set(self._places.find_here(others)) == set(gpus)
         given = grants.of_container(self._described, self._variables)

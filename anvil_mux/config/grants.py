@@ -47,6 +47,11 @@ def to_process(variables: Mapping[str, str], gpus: Sequence[str]) -> dict[str, s
     return found
 
 
+def are_ids(gpus: Sequence[str]) -> bool:
+    """Whether drivers know these GPUs by their ids; else they are names of the file's own."""
+    return all(CUDA_ID.fullmatch(gpu) or NUMBERED.fullmatch(gpu) for gpu in gpus)
+
+
 def wrong_order(variables: Mapping[str, str]) -> str:
     """Return the order in which the service has CUDA count GPUs; "" for that of the PCI bus."""
     order = variables.get(ORDER, PCI_ORDER).strip()
@@ -66,9 +71,12 @@ def to_container(
 ) -> None:
     """Make the description reserve these GPUs, by the means that it uses itself; "none" stays none.
 
+    GPUs that are names of the file's own say who takes turns: the service has the GPUs that it reserves.
     ``made``: the description, whose environment is resolved. ``files``: the device files of GPUs of
     AMD and Intel; "" where that is not known.
     """
+    if not are_ids(gpus):
+        return
     environment = made["environment"]
     requests = [*service.gpu_requests(described)]
     if service.others_gpus(described, {}):

@@ -76,6 +76,22 @@ def test_a_reservation_of_the_very_gpus_is_kept(
     assert one(tmp_path, own, form, present=there).generated_compose == {}
 
 
+@pytest.mark.parametrize(
+    "form", ["gpus: all", "gpus: [{device_ids: ['1']}]", "runtime: nvidia", "devices: ['nvidia.com/gpu=all']"]
+)
+def test_gpus_that_are_names_of_the_file_change_nothing_of_what_a_service_reserves(
+    tmp_path: Path, form: str
+) -> None:
+    found = one(tmp_path, "gpus: [turns-1]", form, "gpus: [turns-1, '0']", present=TWO_HERE)
+    assert [each.gpus for each in found.backends] == [("turns-1",)]
+    assert not found.generated_compose
+
+
+def test_gpus_that_are_names_change_nothing_of_what_a_service_elsewhere_reserves(tmp_path: Path) -> None:
+    found = one(tmp_path, "hosts: [b], gpus: [turns-1]", "gpus: all", "gpus: [turns-1]", hosts=AB)
+    assert given(composed(found, "b")["services"]["m.b"]) == "all"
+
+
 def test_all_gpus_are_written_out_where_it_is_not_known_which_there_are(tmp_path: Path) -> None:
     found = one(tmp_path, "", "gpus: all", "gpus: ['0', '1']")
     assert given(composed(found)["services"]["m"]) == ("0", "1")
