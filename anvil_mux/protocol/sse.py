@@ -177,6 +177,11 @@ class PlainObserver:
         """Whether what has passed cannot be all of a JSON text."""
         return not self._has_begun or self._in_string or bool(self._brackets)
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether a bracket is open: an error may also be no JSON, or empty, and whole."""
+        return bool(self._brackets)
+
     def feed(self, data: bytes) -> None:
         """Take in the next bytes of content."""
         self._reader.feed(data)

@@ -299,7 +299,7 @@ class Attempt:
         if isinstance(observer, SseObserver):
             if self.question.context.route.beat != "none":
                 return True
-        elif _is_json(response) and response.status < 300 and observer.is_json_cut:
+        elif _is_json(response) and (observer.is_open if response.status >= 300 else observer.is_json_cut):
             return True
         return not self.lease.permit and self._shared.crash_under(self.lease.ticket) is not None
 
@@ -433,8 +433,9 @@ class Attempt:
 
 def _is_json(response: http1.Response) -> bool:
     """Return whether an answer is a JSON text that can be read here."""
-    kind = response.fields.get(b"content-type", b"")
-    return kind.startswith(b"application/json") and b"content-encoding" not in response.fields
+    kind = response.fields.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    is_json = kind in (b"application/json", b"text/json") or kind.endswith(b"+json")
+    return is_json and b"content-encoding" not in response.fields
 
 
 def _engine_error(model: str, status: int, body: bytes) -> MuxError:

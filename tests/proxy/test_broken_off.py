@@ -163,6 +163,41 @@ def test_a_json_answer_until_the_engine_closes_is_cut_where_it_does_not_parse(ri
     assert rig.events.record().code == ("" if clean else "backend_unavailable")
 
 
+@pytest.mark.parametrize("status", [b"200 OK", b"400 Bad Request", b"500 Oops"])
+@pytest.mark.parametrize(
+    "kind", [b"application/problem+json", b"Application/JSON; charset=utf-8", b"text/json"]
+)
+def test_json_of_any_type_and_status_that_is_cut_does_not_end_cleanly(rig, status, kind):
+    for body, clean in ((b'{"error":{"message":"x"}}', True), (b'{"error":{"message":"x', False)):
+        client, asked = rig.asked(ASK_A, path=CHAT)
+        asked.send(b"HTTP/1.0 %b\r\nContent-Type: %b\r\n\r\n%b" % (status, kind, body))
+        asked.close()
+        answer = client.read()
+        assert (answer.body, answer.clean) == (body, clean)
+
+
+@pytest.mark.parametrize("body", [b"", b"not found", b'no "such model'])
+def test_error_that_is_no_json_ends_cleanly_whatever_its_type(rig, body):
+    client, asked = rig.asked(ASK_A, path=CHAT)
+    asked.send(b"HTTP/1.0 404 Not Found\r\nContent-Type: application/json\r\n\r\n" + body)
+    asked.close()
+    answer = client.read()
+    assert (answer.status, answer.body, answer.clean) == (404, body, True)
+
+
+@pytest.mark.parametrize("path", [b"/api/chat", b"/v1/messages"])
+def test_translated_json_answer_that_is_cut_is_an_error(rig, path):
+    body = b'{"model":"a","stream":false,"max_tokens":1,"messages":[{"role":"user","content":"x"}]}'
+    client, asked = rig.asked(body, path=path)
+    if path in asked.head:  # the engine lacks the route, so its answer in OpenAI's API is translated
+        asked.send(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+        asked = rig.engine.next()
+    asked.send(b"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n")
+    asked.send(b'{"choices":[{"message":{"content":"x"},"finish_reason":"stop"}],"usage":{"prompt')
+    asked.close()
+    assert client.read().status == 502
+
+
 def test_a_last_event_that_is_cut_within_does_not_count(rig):
     client, asked = until_close(rig, RESPONSES, b"data: {}\n\n", b'event: response.completed\ndata: {"ha')
     asked.close()
