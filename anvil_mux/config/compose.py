@@ -457,7 +457,7 @@ def placed_service(
         made["labels"] = {name: text for name, text in theirs.items() if not name.startswith(LABEL)}
     if isinstance(deploy := made.get("deploy"), Mapping):
         made["deploy"] = {name: value for name, value in deploy.items() if name != "replicas"}
-    if place.gpus:
+    if place.gpus and grants.are_ids(place.gpus):
         grants.to_container(made, described, place.gpus, place.files)
     if str(described.get("network_mode", "")) != "host":
         made["ports"] = [*_ports(described, place)]

@@ -48,7 +48,10 @@ def to_process(variables: Mapping[str, str], gpus: Sequence[str]) -> dict[str, s
 
 
 def are_ids(gpus: Sequence[str]) -> bool:
-    """Whether drivers know these GPUs by their ids; else they are names of the file's own."""
+    """Whether drivers know these GPUs by their ids.
+
+    Else some are names of the file's own, which say who takes turns: nothing is to be written of them.
+    """
     return all(CUDA_ID.fullmatch(gpu) or NUMBERED.fullmatch(gpu) for gpu in gpus)
 
 
@@ -70,13 +73,9 @@ def to_container(
     made: dict[str, Any], described: RawService, gpus: Sequence[str], files: Sequence[str]
 ) -> None:
     """Make the description reserve these GPUs, by the means that it uses itself; "none" stays none.
-
-    GPUs that are names of the file's own say who takes turns: the service has the GPUs that it reserves.
     ``made``: the description, whose environment is resolved. ``files``: the device files of GPUs of
     AMD and Intel; "" where that is not known.
     """
-    if not are_ids(gpus):
-        return
     environment = made["environment"]
     requests = [*service.gpu_requests(described)]
     if service.others_gpus(described, {}):
