@@ -92,7 +92,7 @@ def test_a_release_that_a_full_disk_refuses_leaves_the_project(real: Caller, tmp
 
     folder = tmp_path / "anvil-mux" / "p-b"
     assert is_served(folder)
-    monkeypatch.setattr(agent_module, "write_whole", fail)
+    monkeypatch.setattr(agent_module, "replace_text", fail)
     with pytest.raises(BackendError, match="owner cannot be written: No space left on device"):
         real("release")
     assert not is_served(folder)
