@@ -195,7 +195,7 @@ SELDOM_SECONDS = 10.0
 
 
 class GpuMonitor:
-    """Looks at GPUs again and again; ``tell`` learns their use.
+    """Looks at GPUs again and again; ``tell`` learns their use, and ``list_gpus`` which there are.
 
     ``owner`` says to which of our services a process of this host belongs; see seam.Runtime.
     """
@@ -207,8 +207,10 @@ class GpuMonitor:
         tell: Callable[[GpuUses], object],
         probe: Callable[[], Gpus] = look,
         now: Callable[[], float] = time.monotonic,
+        list_gpus: Callable[[tuple[HostGpu, ...]], object] = lambda gpus: None,
     ) -> None:
         self._tell = tell
+        self._list_gpus = list_gpus
         self._gpus = tuple(gpus)
         self._owner = owner
         self._probe = probe
@@ -230,6 +232,7 @@ class GpuMonitor:
     def look(self) -> None:
         """Looks once."""
         found = self._probe()
+        self._list_gpus(found.listed)
         readings = {gpu: found.find(gpu) for gpu in self._gpus}
         self._tell({gpu: self._use(reading) for gpu, reading in readings.items() if reading})
 

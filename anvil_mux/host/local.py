@@ -32,6 +32,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -64,6 +65,7 @@ from anvil_mux.host.seam import (
     Found,
     GpusRead,
     HostConfig,
+    HostGpu,
     HostNews,
     Inventory,
     Loaded,
@@ -176,7 +178,14 @@ class LocalHost:
         self._watch = Worker("watch", lambda: self.runtime.watch(self._heard))
         self._load_logs = LoadLogs(self._swapper.log_tail, self._board.put)
         self._cards = CardReader(self._board.put)
-        self._gpu_monitor = GpuMonitor(_used(config), runtime.owner, lambda s: self._board.put(GpusRead(s)))
+        self._gpu_monitor = GpuMonitor(
+            _used(config),
+            runtime.owner,
+            lambda gpu_uses: self._board.put(GpusRead(gpu_uses)),
+            list_gpus=self._note_gpus,
+        )
+        self._last_gpus = self._inventory.gpus
+        """The GPUs as they were listed last; the GPU monitor's."""
         self._is_to_monitor = described is None
         """Whether the GPU monitor begins once it is known what runs."""
         self._backends = {backend.name: backend for backend in config.backends}
@@ -213,6 +222,16 @@ class LocalHost:
 
     def inventory(self) -> Inventory:
         return self._inventory
+
+    def _note_gpus(self, listed: tuple[HostGpu, ...]) -> None:
+        """Note which GPUs there are: a driver may be loaded late, and a GPU may fail.
+
+        Fewer than before count once they were listed twice in a row: a reading may fail.
+        """
+        before, self._last_gpus = self._last_gpus, listed
+        missing = {gpu.id for gpu in self._inventory.gpus} - {gpu.id for gpu in listed}
+        if listed != self._inventory.gpus and (not missing or listed == before):
+            self._inventory = replace(self._inventory, gpus=listed)
 
     def reconfigure(self, config: HostConfig) -> None:
         before = self._config

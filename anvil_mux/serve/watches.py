@@ -46,6 +46,7 @@ from anvil_mux.host.seam import (
     GpusRead,
     GpuUses,
     Host,
+    HostGpu,
     LoadStage,
     PhaseTook,
     PromptsKept,
@@ -119,6 +120,8 @@ class HostWatches:
         self._problems: dict[str, str] = {}
         """Why hosts cannot be used, as it was told last."""
         self._control_due = 0.0
+        self._own_gpus: tuple[HostGpu, ...] | None = None
+        """The GPUs of the own host, as they were at the last check."""
         self._learned: tuple[Known, int, Config | None] = Known(), 0, None
 
         def started(backend: Backend) -> None:
@@ -179,7 +182,14 @@ class HostWatches:
             self._adoption.begin("", self._mux.overview.config.backends)
         else:
             self._check_control()
+        self._check_gpus()
         return self._news.read()
+
+    def _check_gpus(self) -> None:
+        """Have the configuration read again once the own host has other GPUs than before."""
+        before, self._own_gpus = self._own_gpus, self._hosts.local.inventory().gpus
+        if before is not None and self._own_gpus != before:
+            self._changed()
 
     def _check_control(self) -> None:
         """Begin nothing on the own host while the container engine does not answer; its engines serve on."""

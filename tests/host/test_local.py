@@ -29,6 +29,7 @@ from anvil_mux.host.seam import (
     WeightsRead,
 )
 from anvil_mux.host.weights import CachedFile
+from tests.running import seen
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GUARD = 30.0
@@ -249,3 +250,18 @@ def test_a_driver_that_comes_after_the_start_is_seen(tmp_path, monkeypatch):
         assert (news.what.gpu_uses["0"].used, news.what.gpu_uses["0"].total) == (20, 24)
     finally:
         host.close()
+
+
+def test_gpu_that_comes_late_or_vanishes_is_noticed_while_serving(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(gpus, "EVERY_SECONDS", 0.001)
+    card, there = HostGpu("0", "GPU-0", total=24 << 30), []
+    monkeypatch.setattr(gpus, "probe", lambda *about, **more: Gpus(tuple(map(Reading, there))))
+    host = LocalHost(HostConfig((), project="late", runtime="process"))
+    host.running()
+    assert host.inventory().gpus == ()
+    there.append(card)
+    assert seen(lambda: host.inventory().gpus, bool) == (card,)
+    there.clear()
+    assert seen(lambda: host.inventory().gpus, lambda found: not found) == ()
+    host.close()

@@ -10,7 +10,7 @@ from anvil_mux.cluster.cluster import Cluster
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError, ConfigError
 from anvil_mux.host.hosts import Hosts
-from anvil_mux.host.seam import Awake, Occupant, Unfit
+from anvil_mux.host.seam import Awake, HostGpu, Inventory, Occupant, Unfit
 from anvil_mux.serve.hosts import Adoption, ConfiguredHosts
 from anvil_mux.serve.watches import HostWatches
 from tests.cluster.test_cluster import Machines
@@ -220,3 +220,23 @@ def test_a_configuration_is_refused_if_a_host_cannot_take_it_and_given_later_to_
         hosts.take(after)
     assert given == [after.backends, before.backends]
     assert hosts.config is before
+
+
+def test_other_gpus_of_the_own_host_have_the_configuration_read_again():
+    gpus, changed = [()], []
+    local = SimpleNamespace(
+        reconfigure=lambda config: None,
+        ping=lambda: "",
+        news=lambda after, timeout: [],
+        inventory=lambda: Inventory(gpus[0]),
+    )
+    hosts = ConfiguredHosts(local, None, Config((Backend("m", "m"),)))
+    about = dict.fromkeys(("took", "read_ahead", "say", "fenced"), lambda *about: None)
+    mux = SimpleNamespace(tell=lambda *about, **more: None, scheduler=SimpleNamespace(host_away=None))
+    adoption, clock = SimpleNamespace(blind=()), SimpleNamespace(now=lambda: 0.0)
+    watches = HostWatches(hosts, mux, adoption, clock, changed=lambda: changed.append(gpus[0]), **about)
+    late = (HostGpu("0", "GPU-0"),)
+    for seen in ((), (), late, late, ()):
+        gpus[0] = seen
+        watches._hear()
+    assert changed == [late, ()]
