@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import http.client
 import ssl
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
+from socket import SHUT_RDWR
 from typing import NamedTuple
 
 from anvil_mux.config.config import Backend
@@ -121,17 +124,48 @@ def look_at_server(backend: Backend) -> Finding:
     """Ask the server of a backend for its models; blocks for a few seconds at most."""
     server = site(backend.url)
     try:
-        connection = _connection(server, backend.ca_file)
-        try:
-            path = server.path(MODELS)
-            shown = key_fields(backend.url, backend.service.api_key or "", path)
-            connection.request("GET", path, headers={"Accept": "application/json", **shown})
-            with connection.getresponse() as response:
-                return _judged(backend, response.status, response.read(MOST_BYTES))
-        finally:
-            connection.close()
+        path = server.path(MODELS)
+        shown = key_fields(backend.url, backend.service.api_key or "", path)
+        fields = {"Accept": "application/json", **shown}
+        return _judged(backend, *get_page(_connection(server, backend.ca_file), path, fields))
     except (OSError, http.client.HTTPException, ValueError) as error:
         return Finding(f"cannot be reached: {why_unreachable(error)}")
+
+
+def get_page(
+    connection: http.client.HTTPConnection, path: str, fields: Mapping[str, str]
+) -> tuple[int, bytes]:
+    """Return status and first bytes of the answer to a GET, and close the connection.
+
+    OSError, HTTPException, ValueError: there is none within twice the connection's time-out. That time-out
+    begins again with each byte, so a thread cuts an answer that drips.
+    """
+    try:
+        connection.connect()
+        peer, seconds, was_cut = connection.sock, 2 * (connection.timeout or 0.0), threading.Event()
+
+        def end() -> None:
+            was_cut.set()
+            with suppress(OSError):
+                peer.shutdown(SHUT_RDWR)
+
+        cut = threading.Timer(seconds, end)
+        cut.daemon = True
+        try:
+            cut.start()
+        except RuntimeError as error:  # no more threads
+            raise OSError(str(error)) from None
+        try:
+            connection.request("GET", path, headers=dict(fields))
+            with connection.getresponse() as response:
+                status, content = response.status, response.read(MOST_BYTES)
+        finally:
+            cut.cancel()
+        if was_cut.is_set():
+            raise TimeoutError(f"its answer did not end within {seconds:g} s")
+        return status, content
+    finally:
+        connection.close()
 
 
 def why_unreachable(error: Exception) -> str:

@@ -21,7 +21,7 @@ from anvil_mux.cluster import frames
 from anvil_mux.cluster.frames import Unreadable
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.kinds import Diagnostic
-from anvil_mux.host.hosts import Finding, look_at_server
+from anvil_mux.host.hosts import Finding, get_page, look_at_server
 from anvil_mux.host.seam import CardRead
 from anvil_mux.multiplexer.circuits import Circuit, Circuits
 from anvil_mux.multiplexer.multiplexer import Multiplexer
@@ -32,7 +32,6 @@ from anvil_mux.routing.in_flight import EngineLoad, Report
 
 SCRAPE_SECONDS = 1.0
 SCRAPE_TIMEOUT = 2.0
-MOST_BYTES = 4 << 20
 """The most that is read of an engine's figures."""
 
 SHARE_SECONDS = 0.25
@@ -134,15 +133,10 @@ def _get(address: Address, path: str, key: str | None) -> str:
     """A page of an engine, empty if it has none."""
     connection = http.client.HTTPConnection(*address, timeout=SCRAPE_TIMEOUT)
     try:
-        connection.request("GET", path, headers={"Authorization": f"Bearer {key}"} if key else {})
-        with connection.getresponse() as response:
-            if response.status != 200:
-                return ""
-            return response.read(MOST_BYTES).decode("utf-8", "replace")
+        status, content = get_page(connection, path, {"Authorization": f"Bearer {key}"} if key else {})
     except (OSError, http.client.HTTPException, ValueError):
         raise NoAnswer from None
-    finally:
-        connection.close()
+    return content.decode("utf-8", "replace") if status == 200 else ""
 
 
 # The reports of other anvil-mux

@@ -1,7 +1,9 @@
 """What engines say of themselves."""
 
+import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import cast
 
@@ -10,9 +12,11 @@ import pytest
 from anvil_mux.config.config import Backend
 from anvil_mux.config.machines import Gpu
 from anvil_mux.config.service import Service
+from anvil_mux.host import hosts
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.routing.in_flight import EngineLoad
 from anvil_mux.scheduler.slot import Effects
+from anvil_mux.serve import polling
 from anvil_mux.serve.polling import NoAnswer, Scraper, ask, load_of, load_of_slots
 from tests.fake_engine import GUARD, Asked, FakeEngine, Rig
 
@@ -165,3 +169,30 @@ def test_an_engine_that_does_not_answer_is_silent_and_one_without_figures_is_not
         assert told == [("observed", "a", None), ("silent", "b")]
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("begin", [b"HTTP/1.1 200 OK\r\nX-Long: ", b"HTTP/1.0 200 OK\r\n\r\n"])
+def test_answer_of_a_server_that_drips_is_bounded(monkeypatch, begin):
+    ended = threading.Event()
+
+    def drip():
+        connection, _ = listener.accept()
+        with connection, suppress(OSError):
+            connection.sendall(begin)
+            while not ended.wait(0.02):
+                connection.sendall(b"x")
+
+    monkeypatch.setattr(polling, "SCRAPE_TIMEOUT", 0.2)
+    monkeypatch.setattr(hosts, "ASK_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()[:2]
+        dripping = [threading.Thread(target=drip, daemon=True) for _ in range(2)]
+        for each in dripping:
+            each.start()
+        with pytest.raises(NoAnswer):
+            ask(Backend("a", "a", ("0",)), address)
+        far = Backend("b", "b", url=f"http://127.0.0.1:{address[1]}/v1", engine="openai")
+        assert hosts.look_at_server(far).problem.startswith("cannot be reached")
+        ended.set()
+        for each in dripping:
+            each.join(GUARD)
