@@ -224,18 +224,31 @@ def events(given: argparse.Namespace) -> Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def address(given: argparse.Namespace) -> str:
-    """The address: as given, of the one that serves the file at hand, by that file, or the default."""
+    """The address: as given, of the one that serves the file at hand, by that file, or the default.
+
+    NotRunning where it is known that the one at that address serves other files.
+    """
     from anvil_mux.config.compose import find_files
     from anvil_mux.serve import remote
 
-    url, files_given = given.url or os.environ.get("ANVIL_URL"), getattr(given, "files", ())
-    if not url:
-        try:
-            files: Sequence[str | Path] = files_given or find_files(Path.cwd(), os.environ)
-        except ConfigError:
-            files = ()
-        url = remote.choose(_running(), files) or _configured_url(files_given) or remote.DEFAULT_URL
-    return with_scheme(url)
+    files_given = getattr(given, "files", ())
+    if url := given.url or (not files_given and os.environ.get("ANVIL_URL")):
+        return with_scheme(url)
+    try:
+        files: Sequence[str | Path] = files_given or find_files(Path.cwd(), os.environ)
+    except ConfigError:
+        files = ()
+    running = _running()
+    if url := remote.choose(running, files):
+        return url
+    url = _configured_url(files_given) or remote.DEFAULT_URL
+    if other := next((each for each in running if files and each.url == url), None):
+        theirs = ", ".join(other.files)
+        raise remote.NotRunning(
+            f"no anvil-mux serves {files[0]}: the one at {url} serves {theirs}. Start one for that file "
+            "(`anvil-mux serve`), or name the one that is meant with --url."
+        )
+    return url
 
 
 def with_scheme(url: str) -> str:

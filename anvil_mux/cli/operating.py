@@ -414,8 +414,13 @@ def logs(given: argparse.Namespace) -> int:
     """Ask the anvil-mux that runs; where none does, or to follow a log, read what the engines left here."""
     from anvil_mux.serve import remote
 
-    place = running_at(address(given))
-    named = bool(given.url or os.environ.get("ANVIL_URL"))
+    named = bool(given.url or (os.environ.get("ANVIL_URL") and not given.files))
+    try:
+        place = running_at(address(given))
+    except remote.NotRunning:
+        if not given.files:
+            raise
+        place = None
     if not given.follow and (place or named or not given.files):
         try:
             return _logs_there(given)

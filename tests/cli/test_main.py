@@ -113,6 +113,21 @@ def test_commands_find_the_one_that_serves_the_file_at_hand(mux, monkeypatch, cl
     assert set(json.loads(cli("ps", "--json").out)["models"]) == {"a", "b"}
 
 
+@pytest.mark.parametrize("command", [["unload", "--all"], ["ps"], ["reload"]])
+def test_commands_do_not_ask_one_that_is_known_to_serve_other_files(
+    mux, url, command, monkeypatch, tmp_path, cli
+):
+    monkeypatch.setenv("XDG_STATE_HOME", str(Path(mux.command[4]).parent))
+    monkeypatch.setenv("ANVIL_URL", url)  # a file that is named counts more
+    file = tmp_path / "compose.yaml"
+    file.write_text(f"x-anvil: {{listen: '{url.removeprefix('http://')}'}}\nservices: {{}}")
+    said = cli(*command, "--file", str(file), code=3).err
+    assert f"no anvil-mux serves {file}: the one at {url} serves {mux.command[4]}. Start one" in said
+    monkeypatch.delenv("ANVIL_URL")
+    monkeypatch.chdir(tmp_path)
+    assert "no anvil-mux serves" in cli(*command, code=3).err
+
+
 @pytest.mark.parametrize(("word", "hint"), [("unlaod", "; did you mean unload?\n"), ("x", "file: x\n")])
 def test_a_word_that_is_no_command_and_no_file_is_wrong_usage(word, hint, capsys):
     with pytest.raises(SystemExit, match="2"):
