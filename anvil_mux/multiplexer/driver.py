@@ -299,7 +299,7 @@ class SchedulerDriver:
                 if isinstance(job.step, Load):
                     self.tell(self.scheduler.load_failed, job.step, error=LoadError(why))
                 else:
-                    self.tell(self.scheduler.evict_failed, job.step, why=why)
+                    self.tell(self.scheduler.evict_not_begun, job.step, why=why)
 
     @contextmanager
     def _reporting(self, step: Step) -> Iterator[None]:

@@ -228,7 +228,7 @@ class Server:
         """
         is_full = len(self.clients) >= self.max_connections
         if is_full and not self._make_room() and not _is_probe(accepted_socket):
-            self._turn_away(accepted_socket)
+            self._turn_away(accepted_socket, f"{self.max_connections} connections are open already")
             return
         client = Client(
             accepted_socket,
@@ -327,7 +327,7 @@ class Server:
             self._threads.run(partial(self._ending, task, client))
         except RuntimeError:  # no more threads
             self.clients.discard(client)
-            self._turn_away(client.socket)
+            self._turn_away(client.socket, "no further thread can be started (see the limits of the service)")
 
     def _ending(self, task: Callable[[Client], object], client: Client) -> None:
         """Do ``task``; a mistake in it ends the connection."""
@@ -343,8 +343,8 @@ class Server:
         client.socket.close()
         self._last_head = client.last_head
 
-    def _turn_away(self, refused: socket.socket) -> None:
-        error = Overloaded(f"overloaded: {self.max_connections} connections are open already. Try again.")
+    def _turn_away(self, refused: socket.socket, why: str) -> None:
+        error = Overloaded(f"overloaded: {why}. Try again.")
         headers = [JSON, (b"Connection", b"close"), date(), *api.error_headers(error)]
         try:
             refused.send(

@@ -506,6 +506,31 @@ def test_a_load_of_the_model_that_a_backend_was_of_is_none_of_the_one_that_it_go
 
 
 @SEEDS
+def test_eviction_for_which_no_thread_can_be_started_leaves_the_resident_serving(seed, monkeypatch):
+    def main(stage):
+        clock = stage.mux.overview._driver.clock
+        spawn, steps = clock.spawn, []
+
+        def spawn_later(run, name):
+            steps.extend([name] if name.startswith("step-") else [])
+            if steps == ["step-a", "step-a"]:  # its load, then its eviction
+                steps.append("none")
+                raise RuntimeError("can't start new thread")
+            return spawn(run, name)
+
+        monkeypatch.setattr(clock, "spawn", spawn_later)
+        stage.request(0.0, "a")
+        for_b = stage.request(10.0, "b")
+        again = stage.request(20.0, "a")
+        stage.clock.sleep(30.0)
+        assert "no thread can be started" in for_b.error.message
+        assert again.error is None
+
+    stage = Stage(Config(policy="eager", backends=(A, B)), seed=seed).play(main)
+    assert "stuck" not in [event.kind for event in stage.log]
+
+
+@SEEDS
 def test_eviction_that_was_not_begun_leaves_the_resident_serving(seed):
     def perform(step, nth):
         return Outcome(1.0, NotBegun("Docker does not answer") if nth == 1 else None)
