@@ -15,8 +15,8 @@ from tests.test_layers import MODULES, forgetting, imported, nodes, ours, packag
 __all__ = ["forgetting"]
 
 TOUCHES = """
-    claims compose_files containers cuda_checkpoint cuda_driver docker_api engine_client gpus levels listeners
-    notes occupants processes project prompts runs starter weights
+    claims compose_files containers cuda_checkpoint cuda_driver docker_api engine_client gpus launcher levels
+    listeners notes occupants processes project prompts runs starter weights
 """
 """The modules of host/ that read NVML, /sys and /proc, or move services and memory: none is used outside."""
 

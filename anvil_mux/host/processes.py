@@ -5,8 +5,8 @@ killed. The record of its run beside the log (runs.py), by which the next one ad
 first before there is a process, with a mark that the process will carry in its environment, so whenever
 anvil-mux is killed, none is lost.
 
-What is stopped is the run, not just the process that was started. Ends are seen through pidfds; only
-the sizes of logs are polled, so that an engine that floods its log does not fill the disk.
+What is stopped is the run, not just the process that was started. Ends are seen through pidfds: nothing is
+polled. The parent of an engine is a launcher of its own (launcher.py), which bounds its log.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import random
 import re
@@ -48,6 +49,7 @@ from anvil_mux.host.runs import (
     boot,
     marked_runs,
     open_pidfd,
+    output_of,
     stat_of,
 )
 from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, MACHINE, HostConfig, url_of
@@ -68,12 +70,8 @@ FOLLOW_PAUSE = 0.2
 TAIL_BYTES = 256 << 10
 CONTAINERS_TIMEOUT = 30.0
 """Seconds that a command about containers which a process has made may take."""
-LOG_BYTES, KEPT_BYTES = 64 << 20, 4 << 20
-"""The size at which the log of an engine that runs is cut, and how much of its end is kept then."""
-TRIM_SECONDS, FLOOD_SECONDS = 1.0, 0.1
-"""Seconds between two looks at the size of logs, and the same after one had to be cut."""
 LEAST_FREE = 16 << 20
-"""The free bytes of the disk below which it counts as full: engines end if they cannot write their logs."""
+"""The free bytes of the disk below which it counts as full."""
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +139,8 @@ class ProcessRuntime:
             self._records.drop(backend.name)
             raise
         stat = stat_of(child.pid)
-        record = replace(intent, pid=child.pid, started=stat.started if stat else 0)
+        output = output_of(child.pid, 0)  # its launcher reads it
+        record = replace(intent, pid=child.pid, started=stat.started if stat else 0, output=output)
         with self._lock:
             self._children[backend.name] = child
         try:
@@ -215,7 +214,7 @@ class ProcessRuntime:
 
     def pids(self, backend: Backend) -> list[int]:
         record = self._records.read(backend.name)
-        return [] if record is None else sorted(record.members())
+        return [] if record is None else sorted(record.members() - {record.pid})  # the launcher
 
     def mounts(self, backend: Backend) -> Mounts:
         return backend.service.mounts
@@ -339,8 +338,7 @@ class ProcessRuntime:
         while not self._closed.is_set():
             with self._lock:
                 up = dict(self._up)
-            cut = [name for name in up if trim(self._log_file(name))]
-            for name in self._ended_of(up, FLOOD_SECONDS if cut else TRIM_SECONDS):
+            for name in self._ended_of(up):
                 if not self._closed.is_set():
                     self._judge(name, up[name], tell)
 
@@ -354,7 +352,7 @@ class ProcessRuntime:
 
     def problem(self) -> str:
         full = self._full_disk()
-        return self._records.problem or (full and f"{full}: engines that cannot write their logs may end")
+        return self._records.problem or (full and f"{full}: what engines print is dropped")
 
     def container_name(self, service: str) -> str:
         return service
@@ -399,7 +397,7 @@ class ProcessRuntime:
     def _wake(self) -> None:
         os.eventfd_write(self._waker, 1)
 
-    def _ended_of(self, up: Mapping[str, RunRecord], timeout: float) -> list[str]:
+    def _ended_of(self, up: Mapping[str, RunRecord]) -> list[str]:
         """Return the names of runs that have ended; [] when the set of runs to look at has changed.
 
         [] too, after a pause, while processes cannot be looked at.
@@ -412,7 +410,7 @@ class ProcessRuntime:
                     if fd is None or not record.is_alive():
                         return [name]
                     names[fd] = name
-                ready = readable([self._waker, *names], timeout)
+                ready = readable([self._waker, *names], math.inf)
         except (OSError, BackendError) as error:
             log.warning("the ends of engines cannot be waited for: %s", error)
             self._closed.wait(UNSEEN_SECONDS)
@@ -575,30 +573,6 @@ def free_bytes(folder: Path) -> int:
     """Return the bytes that are free on the disk of a folder; OSError."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
-
-
-def trim(log: Path) -> bool:
-    """Cut a log that has become too long; return whether that was needed.
-
-    What its engine prints in that moment may be lost.
-    """
-    with suppress(OSError):
-        if os.lstat(log).st_size > LOG_BYTES:
-            _cut(log)
-            return True
-    return False
-
-
-def _cut(log: Path) -> None:
-    with os.fdopen(open_regular(log, os.O_RDWR | os.O_NOFOLLOW), "r+b") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > LOG_BYTES:
-            file.seek(size - KEPT_BYTES)
-            file.readline()  # a part of a line
-            kept = file.read()
-            file.truncate(0)  # whoever appends goes on behind what is put there
-            file.seek(0)
-            file.write(kept)
 
 
 def _text(line: bytes) -> str:

@@ -4,9 +4,10 @@ The record says which process was started: its id, the moment it started (field 
 boot it started in. A process that only has the same id is another process, and is left alone.
 
 Of a run are also the workers of its engine, which hold the GPU as well as its front does, may outlive it, and
-may begin sessions of their own. They are known by the mark that they have inherited in their environment, as
-descendants of the process that was started, and by the log that they print to: a program that sets its title
-overwrites its environment.
+may begin sessions of their own. The process that was started is a launcher (launcher.py): as long as it runs
+they are its descendants, also those whose parents have ended. They are known, too, by the mark that they have
+inherited in their environment, and by where they print: a program that sets its title overwrites its
+environment.
 
 The file is the second of three witnesses. What was started or adopted is known from memory first. Where a
 file is missing or damaged, the processes themselves tell: their environment has a copy of the record
@@ -53,7 +54,7 @@ class RunRecord:
     """One run of a service, as its file tells a later anvil-mux."""
 
     pid: int
-    """The process that was started, and its session; 0: it was about to be started."""
+    """The launcher of the engine (launcher.py), and its session; 0: it was about to be started."""
     started: int
     boot: str
     url: str
@@ -69,6 +70,8 @@ class RunRecord:
     """The state folder of the anvil-mux that started it, where its log is; "": not known."""
     machine: str = ""
     """The value of MACHINE there."""
+    output: str = ""
+    """The pipe to which its processes print, as /proc names it; "": not known."""
     containers_by: str = ""
     """The program that made a container of it, labelled with MARK, such as docker; "": it is none."""
 
@@ -159,9 +162,11 @@ class RunRecord:
         return replace(self, pid=pid, started=started)
 
     def _printing(self, pids: Iterable[int]) -> set[int]:
-        """Return the processes whose output goes to the log of the run."""
-        file = str(Path(self.state, f"{self.backend}.log"))
-        return {pid for pid in pids if _output(pid) == file} if self.state and self.backend else set()
+        """Return the processes whose output goes to the log of the run, or to its launcher's pipe."""
+        places = {self.output} - {""}
+        if self.state and self.backend:
+            places.add(str(Path(self.state, f"{self.backend}.log")))
+        return {pid for pid in pids if output_of(pid) in places} if places else set()
 
     def _descends(self, pid: int, stats: Mapping[int, ProcessStat]) -> bool:
         """Return whether a process descends from the one that was started, which still has its id."""
@@ -260,7 +265,7 @@ class RunRecords:
         writers = [
             (stat.started, pid, stat)
             for pid in process_ids()
-            if _output(pid) == file and (stat := stat_of(pid))
+            if output_of(pid) == file and (stat := stat_of(pid))
         ]
         living = [each for each in writers if not each[2].has_ended]
         if not living:
@@ -423,10 +428,10 @@ def _variable(pid: int, name: str) -> str:
     return found.removeprefix(start).decode(errors="replace")
 
 
-def _output(pid: int) -> str:
-    """Return the file to which a process prints; "" if that cannot be read."""
+def output_of(pid: int, descriptor: int = 1) -> str:
+    """Return the file or the pipe to which a process prints; "" if that cannot be read."""
     try:
-        return os.readlink(f"/proc/{pid}/fd/1").removesuffix(" (deleted)")
+        return os.readlink(f"/proc/{pid}/fd/{descriptor}").removesuffix(" (deleted)")
     except OSError as error:
         _check_shortage(error)
         return ""

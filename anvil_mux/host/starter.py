@@ -6,6 +6,8 @@ exit codes. That program is this module run as a file, with Python's own modules
 line and answers each with a line, JSON both, and ends with its input; what it has started runs on. What it
 inherited and engines must not have (niceness, a score for the OOM killer, signals blocked or ignored) it
 takes off once, at its start.
+
+Between either of them and the engine there is a launcher, see launcher.py.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+LAUNCHER = str(Path(__file__).with_name("launcher.py"))
+MARKS = "ANVIL_MUX_"
+"""The beginning of the names of the variables by which a run is known: its launcher has them too."""
 ANSWER_SECONDS = 30.0
 """How long a start may take; a program on a file system that is away may never begin."""
 
@@ -44,7 +49,11 @@ class Child(Protocol):
 
 
 class Starter(Protocol):
-    """Starts processes, each in a session of its own. One thread at a time asks for one child."""
+    """Starts processes, each in a session of its own. One thread at a time asks for one child.
+
+    What is returned is its launcher (launcher.py), which ends as the process does, and after all that it
+    has started.
+    """
 
     def start(
         self,
@@ -67,21 +76,39 @@ class Starter(Protocol):
 def _start(
     argv: Sequence[str], cwd: str, env: Mapping[str, str], log: str, claims: Sequence[str]
 ) -> subprocess.Popen[bytes]:
-    how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    """Start a launcher (launcher.py), and by it the process; return the launcher, which ends with it."""
+    how = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    ours, theirs = os.pipe()
     with ExitStack() as opened:
-        # Whoever cuts a long log relies on O_APPEND.
-        output = opened.enter_context(os.fdopen(os.open(log, how, 0o666), "ab"))
-        held = [each for name in claims if (each := _claim(name, opened)) is not None]
-        return subprocess.Popen(
-            argv,
-            cwd=cwd,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            pass_fds=held,
-        )
+        errors = opened.enter_context(os.fdopen(ours, "rb"))
+        try:
+            output = opened.enter_context(os.fdopen(os.open(log, how, 0o666), "ab"))
+            held = [each for name in claims if (each := _claim(name, opened)) is not None]
+            launcher = subprocess.Popen(
+                [sys.executable, "-I", "-S", LAUNCHER, log],
+                cwd=cwd,
+                env={**_libraries(), **{name: env[name] for name in env if name.startswith(MARKS)}},
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=[*held, theirs],
+            )
+        finally:
+            os.close(theirs)
+        assert launcher.stdin
+        with suppress(BrokenPipeError), launcher.stdin as job:
+            job.write(json.dumps([list(argv), dict(env), theirs]).encode())
+        number = errors.read()
+    if number:
+        launcher.wait()
+        raise OSError(int(number), os.strerror(int(number)), argv[0])
+    return launcher
+
+
+def _libraries() -> dict[str, str]:
+    """Return the variable by which this Python may have found its own libraries."""
+    return {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
 
 
 def _claim(name: str, opened: ExitStack) -> int | None:

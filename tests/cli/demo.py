@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from anvil_mux.cli.main import main
+from anvil_mux.host.runs import process_ids, stat_of
 from tests.running import Running, seen, serving
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -109,7 +110,12 @@ def affinities(process: int) -> list[set[int]]:
 
 
 def engine_pid(state: Path, name: str) -> int:
-    return int(json.loads((state / "anvil-mux" / PROJECT / f"{name}.json").read_text())["pid"])
+    """Return the process that is the engine, the first child of its launcher; if it has ended, that one."""
+    launcher = int(json.loads((state / "anvil-mux" / PROJECT / f"{name}.json").read_text())["pid"])
+    stats = [
+        (stat.started, pid) for pid in process_ids() if (stat := stat_of(pid)) and stat.parent == launcher
+    ]
+    return min(stats, default=(0, launcher))[1]
 
 
 def is_alive(pid: int) -> bool:

@@ -83,7 +83,8 @@ def test_a_session_that_has_our_number_by_now_is_left_alone_though_its_leader_ha
     ours = house.pid()
     edit(house.file("a.json"), pid=leader.pid, started=1)
     try:
-        assert runtime.pids(backend) == [ours]
+        assert runtime.owner(ours) == "a"
+        assert runtime.owner(other) is None
         runtime.stop(backend)
         assert not running(ours)
         assert running(other)
@@ -147,7 +148,8 @@ def test_one_whose_start_was_not_told_any_more_is_ended_by_its_mark(house, monke
     with pytest.raises(BackendError, match="service a: it has ended"):
         runtime.start(backend)
     # A process has no environment for the moment in which it becomes its command.
-    assert seen(lambda: runtime.pids(backend), bool) == inhabitants(house.folder)
+    started = inhabitants(house.folder)
+    assert seen(lambda: {runtime.owner(pid) for pid in started}, {"a"}.__eq__)
     runtime.stop(backend)
     assert inhabitants(house.folder) == []
 
@@ -170,25 +172,24 @@ def test_an_engine_is_known_even_if_anvil_mux_is_killed_while_it_starts_it(house
     monkeypatch.setattr(first._records, "write", killed_once_it_runs)
     with pytest.raises(Killed):
         first.start(backend)
-    [engine] = inhabitants(house.folder)
+    started = set(inhabitants(house.folder))
     second = house.runtime(backend)
     # A process has no environment for the moment in which it becomes its command.
-    assert seen(lambda: second.pids(backend), bool) == [engine]
+    assert seen(lambda: {second.owner(pid) for pid in started}, {"a"}.__eq__)
     assert second.start(backend) == second.running()["a"]
-    assert inhabitants(house.folder) == [engine]
+    assert set(inhabitants(house.folder)) == started
     second.stop(backend)
     assert inhabitants(house.folder) == []
 
 
 def test_workers_that_outlived_their_engine_while_nobody_looked_are_there_to_be_stopped(house):
-    gate, end = house.gate(), house.gate("end")
-    backend = shell(f"sleep 1000 & echo $! > {gate}; read line < {end}; exit 1")
+    gate = house.gate()
+    backend = shell(f"sleep 1000 & echo $! > {gate}; wait")
     first = house.started(backend)
     worker = int(gate.read_text())
     first.close()
-    leader = house.pid()
-    end.write_text("end\n")
-    gone(leader)
+    os.kill(house.pid(), signal.SIGKILL)
+    gone(house.pid())
     second = house.runtime(backend)
     assert second.running() == {"a": ""}
     second.stop(backend)
@@ -196,11 +197,25 @@ def test_workers_that_outlived_their_engine_while_nobody_looked_are_there_to_be_
     assert second.running() == {}
 
 
+def test_workers_end_with_their_engine_while_nobody_looked(house):
+    gate, end = house.gate(), house.gate("end")
+    backend = shell(f"sleep 1000 & echo $! > {gate}; read line < {end}; exit 1")
+    first = house.started(backend)
+    worker = int(gate.read_text())
+    first.close()
+    end.write_text("end\n")
+    gone(house.pid())
+    assert not running(worker)
+    assert house.runtime(backend).running() == {}
+
+
 def edit(path: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-@pytest.mark.parametrize("changes", [{"started": 1, "mark": "another"}, {"boot": "another"}])
+@pytest.mark.parametrize(
+    "changes", [{"started": 1, "mark": "another", "state": "", "output": ""}, {"boot": "another"}]
+)
 def test_a_other_process_with_our_process_id_is_left_alone(house, changes):
     backend = shell(f"{FOREVER} >/dev/null")  # nobody else prints to our log
     first = house.started(backend)
@@ -366,15 +381,15 @@ def test_an_engine_whose_record_is_lost_is_known_and_ended(house, damage, is_sam
     assert runtime.running() == {}
 
 
-def test_an_engine_that_has_lost_its_environment_too_is_known_by_its_log(house):
+def test_an_engine_that_has_lost_its_environment_too_is_known_by_its_launcher(house):
     backend = command("env", "-i", "sleep", "1000")
     first = house.started(backend)
-    seen(lambda: Path(f"/proc/{house.pid()}/environ").read_bytes(), lambda environ: not environ)
     pid = house.pid()
+    url = first.running()["a"]
     first.close()
     house.file("a.json").unlink()
     second = house.runtime(backend)
-    assert second.running() == {"a": ""}, "its address is not known"
+    assert second.running() == {"a": url}
     second.stop(backend)
     assert not running(pid)
 
@@ -390,7 +405,7 @@ def test_an_engine_of_the_same_description_is_taken_over_from_another_state_fold
     project = "p" if changed == "home" else "q"
     second = house.runtime(backend, state=state, project=project)
     assert second.running() == {"a": url}
-    assert second.pids(backend) == [pid]
+    assert second.owner(pid) == "a"
     assert not house.file("a.json").exists()
     second.stop(backend)
     assert not running(pid)

@@ -148,6 +148,7 @@ OWN = {
     "demo/engine.py",
     "host/docker_api.py",
     "host/cuda_driver.py",
+    "host/launcher.py",
     "host/runs.py",
     "host/starter.py",
     "lab/player.py",
