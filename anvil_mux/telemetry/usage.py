@@ -122,7 +122,7 @@ class Usage:
                     self._days.discard(day)
                     for place in rows:
                         del self._rows[place]
-        self._forget(today - KEPT_DAYS)
+        self._forget_oldest()
 
     def _write(self, day: int, rows: Mapping[UsagePlace, UsageFigures]) -> None:
         assert self._folder
@@ -146,12 +146,11 @@ class Usage:
             self._complain(f"{file} cannot be read, so the usage of that day is counted from zero: {error}")
             return {}
 
-    def _forget(self, before: int) -> None:
+    def _forget_oldest(self) -> None:
+        """Delete the files of the oldest days but for ``KEPT_DAYS``, however late the clock says it is."""
         assert self._folder
-        last = _name(before)
-        for file in self._folder.glob("????-??-??"):
-            if file.name < last:
-                file.unlink(missing_ok=True)
+        for file in sorted(self._folder.glob("????-??-??"))[:-KEPT_DAYS]:
+            file.unlink(missing_ok=True)
 
     def _file(self, day: int) -> Path:
         assert self._folder

@@ -1,6 +1,7 @@
 """What each API key has used: by key, model and hour, in memory, in files, in metrics."""
 
 import json
+import time
 import threading
 from typing import Any
 
@@ -124,15 +125,28 @@ def test_it_is_written_when_it_has_changed_and_not_all_the_time(tmp_path):
     assert file.stat().st_mode & 0o077 == 0
 
 
-def test_old_days_are_forgotten(tmp_path):
+def test_oldest_days_are_deleted_once_too_many_are_kept(tmp_path):
+    wall = Wall()
+    for day in range(KEPT_DAYS + 1):
+        (tmp_path / time.strftime("%Y-%m-%d", time.gmtime(wall.now - (day + 1) * DAY))).touch()
+    usage = Usage(tmp_path, print, wall)
+    usage.served("a", served())
+    usage.save(at_once=True)
+    kept = sorted(file.name for file in tmp_path.iterdir())
+    assert len(kept) == KEPT_DAYS
+    assert kept[-1] == time.strftime("%Y-%m-%d", time.gmtime(wall.now))
+
+
+def test_clock_that_jumps_by_years_deletes_no_day(tmp_path):
     wall = Wall()
     usage = Usage(tmp_path, print, wall)
     usage.served("a", served())
     usage.save(at_once=True)
-    wall.now += (KEPT_DAYS + 1) * DAY
+    before = {file.name for file in tmp_path.iterdir()}
+    wall.now += 3 * KEPT_DAYS * DAY
     usage.served("a", served(at=wall.now))
     usage.save(at_once=True)
-    assert [file.name for file in tmp_path.iterdir()] == ["2025-11-09"]
+    assert before < {file.name for file in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize(
