@@ -1,8 +1,8 @@
 """What each API key has used: by key, model and hour, in memory, in files, in metrics."""
 
 import json
-import time
 import threading
+import time
 from typing import Any
 
 import pytest
