@@ -110,12 +110,15 @@ def affinities(process: int) -> list[set[int]]:
 
 
 def engine_pid(state: Path, name: str) -> int:
-    """Return the process that is the engine, the first child of its launcher; if it has ended, that one."""
-    launcher = int(json.loads((state / "anvil-mux" / PROJECT / f"{name}.json").read_text())["pid"])
-    stats = [
-        (stat.started, pid) for pid in process_ids() if (stat := stat_of(pid)) and stat.parent == launcher
-    ]
-    return min(stats, default=(0, launcher))[1]
+    """Return the process that is the engine of a service."""
+    return engine_of(json.loads((state / "anvil-mux" / PROJECT / f"{name}.json").read_text())["pid"])
+
+
+def engine_of(launcher: int) -> int:
+    """Return the first child of a launcher, or the launcher if its engine has ended."""
+    stats = [(stat, pid) for pid in process_ids() if (stat := stat_of(pid))]
+    children = [(stat.started, pid) for stat, pid in stats if stat.parent == launcher]
+    return min(children, default=(0, launcher))[1]
 
 
 def is_alive(pid: int) -> bool:

@@ -24,6 +24,7 @@ from anvil_mux.host.gpus import Gpus, Reading
 from anvil_mux.host.processes import ProcessRuntime
 from anvil_mux.host.seam import HostGpu
 from anvil_mux.lab import swaps
+from tests.cli.demo import engine_of
 from tests.running import serving
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -209,7 +210,7 @@ def test_memory_that_comes_back_is_weighed_against_the_bus(tmp_path, capsys, mon
 
     def probe(pids: object = None, *, sensors: bool = False) -> Gpus:
         engines = [json.loads(each.read_text()) for each in tmp_path.glob("anvil-mux/*/*.json")]
-        here = tuple((each["pid"], held(each)) for each in engines)
+        here = tuple((engine_of(each["pid"]), held(each)) for each in engines)
         used = sum(amount for _, amount in here)
         return Gpus((Reading(HostGpu("0", "GPU-0", "fake", 24 * GIB), used, here, bus=16e9),))
 
