@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from anvil_mux.cli.main import main
+from tests.cli.demo import engine_of
 from tests.host.test_processes import gone, running
 from tests.running import Running, seen, serve, serving
 
@@ -120,7 +121,7 @@ def engines_of(state, host):
     """The processes of engines that a simulated host has records of, by backend."""
     folder = state / "anvil-mux" / "simulated-hosts" / host / "anvil-mux"
     records = folder.glob("many-hosts-*/*.json")
-    pids = {record.stem: json.loads(record.read_text())["pid"] for record in records}
+    pids = {record.stem: engine_of(json.loads(record.read_text())["pid"]) for record in records}
     return {name: pid for name, pid in pids.items() if running(pid)}
 
 
