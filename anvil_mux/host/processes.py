@@ -294,8 +294,10 @@ class ProcessRuntime:
 
     def is_frozen(self, backend: Backend) -> bool:
         record = self._records.read(backend.name)
-        stat = stat_of(record.pid) if record is not None and record.is_alive() else None
-        return stat is not None and stat.is_stopped
+        if record is None or not record.is_alive():
+            return False
+        stats = [stat_of(pid) for pid in record.members()]  # somebody may have stopped the engine alone
+        return any(stat is not None and stat.is_stopped for stat in stats)
 
     def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
         try:

@@ -9,6 +9,7 @@ import requests
 import yaml
 
 from anvil_mux.state import state_folder
+from tests.cli.demo import engine_of
 from tests.running import Running, seen, serve, serving
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -109,7 +110,7 @@ def test_who_is_found_asleep_without_a_note_has_its_weights_read_again_and_who_i
     url = json.loads((folder / "a.json").read_text())["url"]
     requests.post(f"{url}/sleep?level=2", timeout=GUARD).raise_for_status()
     engines = pid(tmp_path, "a"), pid(tmp_path, "b")
-    os.kill(engines[1], signal.SIGSTOP)
+    os.kill(engine_of(engines[1]), signal.SIGSTOP)
     with serving(file, state=tmp_path) as mux:
         assert states(mux) == {"a": "standby", "b": "ready"}
         for name in "ab":
