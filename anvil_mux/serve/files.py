@@ -45,6 +45,8 @@ from anvil_mux.state import note_holder, once, open_lock, state_folder, try_lock
 
 LOOK_SECONDS = 2.0
 """Seconds between two looks at the files."""
+MOST_LOOKS = 5
+"""How many looks in a row may find files changed before that is a change, although they still change."""
 COMMANDS_SECONDS = 60.0
 """How long a start waits for what one that was killed has Docker do."""
 PAGE_OF_URL = "elsewhere.md"
@@ -171,6 +173,8 @@ Stamp = tuple[int, int, int] | None
 class WatchedFiles:
     """Whether any of the files has changed, and been left alone for as long as it took to look again.
 
+    Files that never are left alone have changed after ``MOST_LOOKS``.
+
     Used by one thread. ``files``: those of the moment; one that is new among them is no change. The worker
     calls ``changed`` after each change.
     """
@@ -179,6 +183,7 @@ class WatchedFiles:
         self._files = files
         self._changed = changed
         self._known = self._last = self._stamps()
+        self._looks = 0
         self.worker = Worker("watch-files", self._look, first=LOOK_SECONDS)
 
     def _look(self) -> float:
@@ -191,9 +196,10 @@ class WatchedFiles:
         before, self._last = self._last, self._stamps()
         self._known = {**self._last, **self._known}
         changed = any(self._known[file] != stamp for file, stamp in self._last.items())
-        if not changed or self._last != before:
+        self._looks = self._looks + 1 if changed else 0
+        if not changed or (self._last != before and self._looks < MOST_LOOKS):
             return False
-        self._known = self._last
+        self._known, self._looks = self._last, 0
         return True
 
     def _stamps(self) -> dict[str, Stamp]:

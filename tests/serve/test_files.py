@@ -33,3 +33,14 @@ def test_a_file_is_news_once_it_has_been_left_alone(tmp_path):
     other.write_text("")
     file.unlink()
     assert [watch.has_news() for _ in range(3)] == [False, True, False]
+
+
+def test_files_that_are_never_left_alone_are_news_all_the_same(tmp_path):
+    file = tmp_path / "compose.yaml"
+    file.write_text("")
+    watch = WatchedFiles(lambda: [str(file)], pytest.fail)
+    news = []
+    for _ in range(10):
+        file.write_text(file.read_text() + "1")
+        news.append(watch.has_news())
+    assert news == [False, False, False, False, True] * 2
