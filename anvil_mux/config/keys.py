@@ -71,10 +71,10 @@ class Key:
         """Whether it may learn of every model, also of those that it may not use."""
         return self.models is None or self.state or self.admin
 
-    @property
-    def rights(self) -> tuple[object, ...]:
-        """The parts of it by which one key may do what another may not; a reload may change the others."""
-        return self.digest, self.models, self.state, self.admin
+    def allows_all_of(self, before: Key) -> bool:
+        """Whether it has each right that it had ``before``."""
+        has_models = self.models is None or (before.models is not None and before.models <= self.models)
+        return has_models and self.state >= before.state and self.admin >= before.admin
 
 
 class Keyring:
@@ -82,6 +82,7 @@ class Keyring:
 
     def __init__(self, keys: Iterable[Key] = (), warnings: Iterable[Diagnostic] = ()) -> None:
         self._keys = tuple(keys)
+        self._by_digest = {key.digest: key for key in self._keys}
         self.warnings = tuple(warnings)
         """Diagnostics of lines that may not say what was meant."""
         self._next: Keyring | None = None
@@ -95,10 +96,20 @@ class Keyring:
 
     def admits(self, key: Key | None) -> bool:
         """Whether what began with ``key`` may still do what it might, by the keys that hold now."""
+        if not self._current()._keys:
+            return True
+        same = key and self.current(key)
+        return key is not None and same is not None and same.allows_all_of(key)
+
+    def current(self, key: Key) -> Key | None:
+        """Return ``key`` with the rights that it has now, or None if it was removed."""
+        return self._current()._by_digest.get(key.digest)
+
+    def _current(self) -> Keyring:
         ring = self
         while ring._next:
             ring = ring._next
-        return not ring._keys or any(key is not None and each.rights == key.rights for each in ring._keys)
+        return ring
 
     def find(self, fields: Mapping[bytes, bytes]) -> Key | None:
         """The key that a request shows; None if it shows none of ours."""

@@ -50,6 +50,8 @@ from anvil_mux.errors import (
     Paused,
     Severed,
     Stuck,
+    Unauthorized,
+    UnknownModel,
     WaitedTooLong,
     WouldWaitTooLong,
 )
@@ -394,8 +396,12 @@ class Waiting:
         """When it began to wait, if it had to: ``_plan`` sets all moments then."""
 
     def tend(self, now: float) -> None:
-        """Look at the client, a few times a second: ClientGone, ModelLoading, or a sign of life for it."""
+        """Look at the client, a few times a second: ClientGone, ModelLoading, or a sign of life for it.
+
+        Unauthorized or UnknownModel if a reload has taken its key, or the model from that, meanwhile.
+        """
         self._reply.stay()
+        self._check_key()
         if self._since is None:
             self._plan(now)
         self._turn_to_fallback(now)
@@ -408,6 +414,16 @@ class Waiting:
                 raise Overloaded(f"overloaded: {model} has no place for this request yet. Try again.")
             text = f"{model} is still loading. Send the request again to wait on."
             raise ModelLoading(text, retry_after=self._mux.overview.eta(model))
+
+    def _check_key(self) -> None:
+        context, model = self._question.context, self._question.target.model
+        if context.key is None or context.may_go_on:
+            return
+        key = context.access.keys.current(context.key)
+        if key is None:
+            raise Unauthorized("The API key of this request was removed while the request waited.")
+        if not context.access.may_reach(key, model):
+            raise UnknownModel(model, context.access.names(key))
 
     def _turn_to_fallback(self, now: float) -> None:
         """Raise if the request has waited for as long as it may before its model's fallback answers."""

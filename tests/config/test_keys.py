@@ -503,6 +503,31 @@ def test_a_stream_without_a_key_ends_when_there_are_keys(rig: Rig) -> None:
     assert client.read_until(b"\r\n0\r\n\r\n")
 
 
+@pytest.mark.parametrize(
+    ("lines", "status", "says"),
+    [
+        (ROOT, 401, b"was removed while the request waited"),
+        (f"{ROOT}\n{ALICE} models=org/b", 404, b"`a` does not exist"),
+        (f"{ROOT}\n{ALICE} models=*", 200, b""),
+        (f"{ROOT}\n{ALICE} name=other models=alias", 200, b""),
+    ],
+)
+def test_request_that_waits_fails_once_its_key_may_not_use_the_model(
+    locked: Rig, lines: str, status: int, says: bytes
+) -> None:
+    locked.mechanism.gate.clear()
+    locked.engine.answer = lambda _: JSON_OK
+    client = locked.client()
+    client.post(b'{"model": "alias"}', extra=bearer(ALICE))
+    locked.events.wait("loading")
+    locked.handler.reconfigure(locked.config, ring(lines))
+    if status == 200:
+        locked.mechanism.gate.set()
+    answer = client.read()
+    assert answer.status == status
+    assert says in answer.body
+
+
 def test_what_holds_is_asked_of_the_newest_keys() -> None:
     first, second, third = ring(LINES), ring(LINES), ring(ROOT)
     alice = first.of({b"x-api-key": ALICE.encode()})
@@ -511,3 +536,21 @@ def test_what_holds_is_asked_of_the_newest_keys() -> None:
     second.give_way(third)
     assert not first.admits(alice)
     assert first.admits(first.of({b"x-api-key": ROOT.encode()}))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "admits"),
+    [
+        ("models=a", "models=a,b", True),
+        ("models=a", "models=*", True),
+        ("models=a,b", "models=a", False),
+        ("models=*", "models=a,b", False),
+        ("models=a", "models=a state", True),
+        ("models=a state", "models=a", False),
+        ("models=a admin", "models=a", False),
+    ],
+)
+def test_key_that_keeps_its_rights_and_gets_more_may_go_on(before: str, after: str, admits: bool) -> None:
+    first, second = ring(f"{ALICE} {before}"), ring(f"{ALICE} {after}")
+    first.give_way(second)
+    assert first.admits(first.of({b"x-api-key": ALICE.encode()})) is admits
