@@ -130,8 +130,8 @@ class Admission(GroupState):
 
     @property
     def may_choose(self) -> bool:
-        """Whether a swap is held back here for which one of several backends is loaded or evicted."""
-        held = self.deferred.values()
+        """Whether a swap, or a hint, is held back here that leaves a choice of backends to load or evict."""
+        held = (*self.deferred.values(), *self.deferred_hints.values())
         return bool(held) and (bool(self.routed) or any(len(each.residents) > 1 for each in held))
 
     def may_spill(self, model: Model, now: float) -> bool:
@@ -216,7 +216,8 @@ class Admission(GroupState):
         self.enqueue(model, ticket, now)
         if self.deferred:
             return True
-        return len(model.queue.tickets) == 1 and model.name not in self.coming
+        # What is still loaded on a drained host is under way here, and not coming: others may be loaded.
+        return begins and not (model.name in self.coming and model.is_coming)
 
     def _note_pause(self, model: Model, now: float) -> None:
         """Note the pause before a request for an evicted model, unless an answer of another led to it."""

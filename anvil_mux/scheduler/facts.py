@@ -74,7 +74,7 @@ class GroupFacts(Swaps):
         is_sooner = slot.state == "draining" and self.bound_anew(slot, now)
         if model.unload_when_idle and self.unload_when_idle(model, now):
             return True
-        if self.deferred:
+        if self.deferred or self.deferred_hints:
             self._reopen(slot)
         is_over = waited and not model.queue.tickets  # what it keeps in standby may be demoted
         return is_sooner or is_over or self._matters(slot, now)
@@ -82,9 +82,10 @@ class GroupFacts(Swaps):
     def _reopen(self, slot: Slot) -> None:
         """Have the policy asked again, now that a lease has ended, where it says that this may matter."""
         leases = len(slot.holders)
-        for model, held in self.deferred.items():
-            if leases < held.stay.leases and slot in held.residents:
-                self.deferred[model] = held._replace(is_over=True)
+        for deferred in (self.deferred, self.deferred_hints):
+            for model, held in deferred.items():
+                if leases < held.stay.leases and slot in held.residents:
+                    deferred[model] = held._replace(is_over=True)
 
     def _matters(self, slot: Slot, now: float) -> bool:
         """Whether the end of a lease may change what is to be done next.
@@ -100,6 +101,8 @@ class GroupFacts(Swaps):
             if any(each.is_over or not each.contest or len(each.residents) > 1 for each in held):
                 return True
         if self.routed and self._matters_to_replicas(slot, now):
+            return True
+        if any(each.is_over for each in self.deferred_hints.values()):
             return True
         if slot.holders:
             return False

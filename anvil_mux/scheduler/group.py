@@ -154,7 +154,7 @@ class GpuGroup(GroupFacts):
 
     def begin_anew(self, now: float) -> None:
         """The configuration is another: plan and announce anew; lease or fail what can be now."""
-        self._announce, self.deferred = {}, {}
+        self._announce, self.deferred, self.deferred_hints = {}, {}, {}
         self.changed()
         for model in self.models.values():
             if model.queue.tickets and model.ready:
@@ -276,6 +276,7 @@ class GpuGroup(GroupFacts):
         by the policy's word, and nobody in standby; nor what was loaded for another hint a moment ago.
         """
         hints = self.common.hints
+        before, self.deferred_hints = self.deferred_hints, {}
         for name in [name for name in hints if name in self.models]:
             model, since = self.models[name], hints[name]
             is_over = model.ready or model.is_coming or model.queue.tickets
@@ -286,7 +287,7 @@ class GpuGroup(GroupFacts):
             elif model.is_spread and nearest(self.groups_of(model), model, now) is not self:
                 continue
             elif planned := plan(self, model, set(), now, self._unhinted(now)):
-                if planned.victims and self._may_evict_for(planned, since, now):
+                if planned.victims and self._may_evict_for(planned, since, before.get(name), now):
                     return Preload(planned.target, planned.victims, Cause("make_room", name))
                 if not planned.victims and self.memory.has_room(planned.target):
                     del hints[name]
@@ -304,15 +305,23 @@ class GpuGroup(GroupFacts):
             or not (slot.has_had_work or self.reached(slot.loaded + HINT_SECONDS, now))
         }
 
-    def _may_evict_for(self, planned: Plan, since: float, now: float) -> bool:
-        """Whether the policy would evict them for a request that had come at the moment ``since``."""
+    def _may_evict_for(self, planned: Plan, since: float, held: Deferred | None, now: float) -> bool:
+        """Return whether the policy would evict the victims for a request that had come at ``since``.
+
+        ``held``: its last answer, if that was to wait: as for queues, it holds for the same plan.
+        """
         name = planned.target.model
         contest = contests(self, {name: planned})[0]
-        seen = snapshot(self, now, contest.plans, here=contest.residents)
-        queue = seen.queues[0]._replace(oldest=since, newest=since)
-        decision = ask(self.policy, seen._replace(queues=(queue,)))
+        subject = (since, planned.target, *planned.victims, *contest.residents)
+        if held and held.contest == subject and held.holds_at(now):
+            decision: Decision = held.stay
+        else:
+            seen = snapshot(self, now, contest.plans, here=contest.residents)
+            queue = seen.queues[0]._replace(oldest=since, newest=since)
+            decision = ask(self.policy, seen._replace(queues=(queue,)))
         if isinstance(decision, Stay):
             self._ask_again = min(self._ask_again, decision.until, decision.again)
+            self.deferred_hints[name] = Deferred(decision, subject, contest.residents)
         return isinstance(decision, SwapTo)
 
     # The policy
@@ -352,12 +361,7 @@ class GpuGroup(GroupFacts):
         plans = contest.plans
         first = next(iter(plans), "")
         held, subject = before.get(first), contest.subject(self)
-        if (
-            held
-            and held.contest == subject
-            and not held.is_over
-            and now < min(held.stay.until, held.stay.again)
-        ):
+        if held and held.contest == subject and held.holds_at(now):
             decision: Decision = held.stay
         else:
             spilling = [spill for _, spill in more.values()] if more else ()

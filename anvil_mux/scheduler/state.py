@@ -87,11 +87,16 @@ class Deferred(NamedTuple):
     stay: Stay
     """Until when, and why."""
     contest: tuple[Hashable, ...]
-    """The queues, how long each is, and the plans for them: the policy said so of these."""
+    """The queues, how long each is, and the plans for them: the policy said so of these. Of a hint, its
+    moment and its plan."""
     residents: Collection[Slot]
     """The residents that it was shown."""
     is_over: bool = False
     """Whether the policy is to be asked again, since a lease ended that may matter."""
+
+    def holds_at(self, now: float) -> bool:
+        """Return whether the policy need not be asked again yet."""
+        return not self.is_over and now < min(self.stay.until, self.stay.again)
 
 
 @dataclass(eq=False, slots=True)
@@ -174,6 +179,8 @@ class GroupState:
     a host that is lost; the driver takes and cuts them."""
     deferred: dict[str, Deferred] = field(default_factory=dict)
     """The first model of each set of queues whose swaps the policy holds back."""
+    deferred_hints: dict[str, Deferred] = field(default_factory=dict)
+    """The hinted models for which the policy evicts nobody yet."""
     slots: dict[str, Slot] = field(init=False)
     soonest: float = field(init=False, default=FOREVER)
     """The soonest of the moments on which the last ``next_step`` depended and that had not come."""

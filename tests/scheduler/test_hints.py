@@ -5,6 +5,7 @@ import pytest
 from anvil_mux.errors import LoadError, Overloaded, UnknownModel
 from anvil_mux.scheduler.events import Cause
 from anvil_mux.scheduler.facts import HINT_SECONDS, MOST_HINTS
+from anvil_mux.scheduler.policies import Stay, SwapTo
 from tests.scheduler.driver import TEN, A, B, C, Driver, Never, backend
 from tests.scheduler.fleet import Fleet, on
 
@@ -78,6 +79,36 @@ def test_nor_one_that_the_policy_would_keep():
     driver = used()
     driver.core.set_policy(Never())
     assert hinted(driver, "b", 2.0) == []
+
+
+class Once:
+    """A policy that waits when it is first asked about a queue, and swaps when it is asked again."""
+
+    def __init__(self):
+        self.stays = [Stay(again=7.0, leases=1)]
+
+    def decide(self, seen):
+        if not seen.queues:
+            return Stay()
+        return self.stays.pop() if self.stays else SwapTo("b")
+
+
+def test_policy_that_keeps_a_victim_is_not_asked_again_early():
+    driver = used()
+    driver.core.set_policy(Once())
+    assert (hinted(driver, "b", 2.0), driver.until) == ([], 7.0)
+    assert (driver.steps(6.0), driver.until) == ([], 7.0)
+    assert driver.steps(7.0) == ["evict a"]
+
+
+def test_policy_that_keeps_a_victim_is_asked_at_the_end_of_a_lease():
+    small = [backend(name, vram=size) for name, size in (("a", 6), ("b", 6), ("c", 4))]
+    driver = used(*small, gpus=TEN).with_resident("c", 1.0)
+    ticket = driver.request("c", 1.5)
+    driver.core.set_policy(Once())
+    assert (hinted(driver, "b", 2.0), driver.until) == ([], 7.0)
+    assert driver.core.release(ticket, 3.0)
+    assert driver.steps(3.0) == ["evict a"]
 
 
 def test_what_was_loaded_for_a_hint_and_not_used_yet_stays_for_others():

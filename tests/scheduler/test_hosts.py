@@ -442,6 +442,14 @@ def test_a_load_on_a_host_that_is_drained_is_cancelled_and_its_queue_need_not_wa
     assert waiting.backend == "m1"
 
 
+def test_queue_that_begins_beside_a_cancelled_load_goes_elsewhere():
+    fleet = Fleet(on("a", "m0", model="m"), on("b", "m1", model="m"))
+    fleet.take(fleet.core.abandoned(fleet.request("m", 0.0), 1.0))
+    assert fleet.take(fleet.core.host_drained("a", 2.0, True)) == ["cancel m0"]
+    fleet.request("m", 3.0)
+    assert fleet.step(Load, "m1")
+
+
 def test_victims_that_only_drained_for_a_load_there_go_as_well():
     fleet = Fleet(on("h", "a"), on("h", "b"), drain_timeout=60.0)
     running = fleet.request("a", 0.0)
