@@ -143,4 +143,5 @@ def test_error_in_a_thread_of_the_channel_ends_its_calls(control, monkeypatch, t
     moment[0] = 10.0
     assert reached.call("a", "ask", "2", 10.0) == "a ask 2"
     assert reached.pid not in (0, first)
+    assert reached.call("a", "ask", "3", 10.0) == "a ask 3"  # the threads are done with the one before
     assert thread not in mistakes()

@@ -24,6 +24,7 @@ from anvil_mux.host.occupants import find_occupants
 from anvil_mux.host.seam import MACHINE, HostConfig, HostGpu, Inventory, Occupant
 from anvil_mux.host.starter import OwnChildren
 from anvil_mux.state import state_folder
+from tests.cli.demo import engine_of
 from tests.host.test_processes import running
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -187,7 +188,7 @@ def test_engine_of_another_user_keeps_its_gpu_until_it_ends(open_host, start_as,
     assert host.occupants() == [Occupant("x", "theirs", "user", ("0", "7"), end)]
     with pytest.raises(LoadError, match=f"^{HELD}$"):
         host.load(A, "stop", 1)
-    os.kill(child.pid, signal.SIGKILL)
+    os.kill(engine_of(child.pid), signal.SIGKILL)  # its launcher ends after it
     child.code(30.0)
     assert host.occupants() == []
     host.load(A, "stop", 2)
