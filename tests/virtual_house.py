@@ -342,6 +342,11 @@ class World:
 
         self.clock.spawn(wait_then_run, f"at {at}")
 
+    def bring_docker_back(self) -> None:
+        """Let Docker answer again, which the watch over the own host hears."""
+        self.house.docker_away = False
+        self.mux.tell(self.mux.scheduler.host_away, "", away=False)
+
     def attempt_unload(self, model: str) -> None:
         """As somebody does from outside; refused while it loads."""
         with suppress(MuxError):

@@ -201,7 +201,7 @@ def test_while_docker_is_away_requests_are_refused_with_the_reason_and_afterward
         refused = world.ask("a").error
         assert refused is not None
         assert "Cannot connect to the Docker daemon" in str(refused)
-        world.house.docker_away = False
+        world.bring_docker_back()
         world.wait(400.0)
         for model in "ab":
             assert world.ask(model).served
@@ -378,7 +378,7 @@ def some_trouble(world: World, name: str) -> None:
             world.later(until, world.other_process(TOTAL, draw.choice(world.backends[name].gpus)))
         case 5:
             world.house.docker_away = True
-            world.later(min(until, world.clock.now() + 5.0), lambda: setattr(house, "docker_away", False))
+            world.later(min(until, world.clock.now() + 5.0), world.bring_docker_back)
         case 6 if name in house.engines:
             key = draw.choice(("lock", "checkpoint", "restore", "unlock")), world.engine(name).pid
             house.driver.faults[key] = draw.choice((None, "failed"))
