@@ -293,6 +293,7 @@ class World:
         self.mux = Multiplexer(config, self.swapper, log=self.log.append, clock=self.clock)
         monkeypatch.setattr(EngineClient, "ask", lambda client, *asked: self.house.ask(client, *asked))
         monkeypatch.setattr(engines, "time", SimpleNamespace(monotonic=now, sleep=sleep))
+        monkeypatch.setattr(engines.client_of, "__defaults__", (None, now))
 
     def play(self, main: Callable[[], object]) -> World:
         """Afterwards no invariant is broken, and everything that runs is known."""
