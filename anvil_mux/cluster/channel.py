@@ -45,6 +45,13 @@ from anvil_mux.errors import BackendError, MuxError
 ENDED = "the process that talks to the cluster has ended, and is restarted"
 START_SECONDS = 20.0
 """How long a child may take until it is of use."""
+NODES_SECONDS = 5.0
+"""How long a child may take to tell which hosts there are."""
+HUNG_SECONDS = 60.0
+"""How long a child may fail to tell that, until it is ended and another one started.
+
+Ray may wait for ever for a head that ended in the very moment in which it was reached.
+"""
 PAUSES = (1.0, 2.0, 5.0)
 """Seconds from the end of a child to the next start; more after one, two, ... that were of no use."""
 END_SECONDS = 2.0
@@ -114,6 +121,8 @@ class Channel:
         self._number = 0
         self.ended: float | None = None
         """When it ended; None: it runs. Read without the lock."""
+        self.useful_at = now()
+        """When it last told which hosts there are, or began. Any thread writes it."""
         self.first = self._waiting[0]
         """The first frame: whether it is of use, and what it says of itself."""
         send, take = (self.child.stdin,), (self.child.stdout,)
@@ -239,8 +248,15 @@ class ChildControl:
         return channel.child.pid if channel and channel.ended is None else 0
 
     def nodes(self) -> list[Node]:
-        found = frames.read(list[Node], self.call("", "nodes", "", 5.0), is_foreign=True)
-        return [each for each in found if each.is_alive]
+        channel = self.start()
+        try:
+            text = self.call("", "nodes", "", NODES_SECONDS)
+        except AgentSilent:
+            if self._now() - channel.useful_at > HUNG_SECONDS:
+                channel.child.kill()
+            raise
+        channel.useful_at = self._now()
+        return [each for each in frames.read(list[Node], text, is_foreign=True) if each.is_alive]
 
     def call(self, host: str, method: str, text: str, timeout: float) -> str:
         return self._reach(timeout).call(host, method, text, timeout)

@@ -13,6 +13,7 @@ from anvil_mux.cluster import channel
 from anvil_mux.cluster.channel import AgentSilent, ChildControl
 from anvil_mux.cluster.frames import Node
 from anvil_mux.errors import BackendError
+from tests.running import seen
 
 CHILD = """
 import sys, threading
@@ -114,6 +115,30 @@ def test_a_child_that_is_of_no_use_says_why_and_is_tried_again_later(control):
         with pytest.raises(AgentSilent, match="the token is wrong"):
             reached.open()
     assert reached.problem == "the token is wrong"
+
+
+@pytest.mark.parametrize("first", ["", 'say(0, True, "ready")\n'], ids=["before", "after"])
+def test_child_that_hangs_is_ended_and_another_one_started(control, tmp_path, monkeypatch, first):
+    monkeypatch.setattr(channel, "NODES_SECONDS", 0.05)
+    moment, began = [0.0], tmp_path / "began"
+    hangs = f"import pathlib\nif not (began := pathlib.Path({str(began)!r})).exists():\n"
+    hangs += "".join(
+        f"    {line}\n" for line in ("began.touch()", *first.splitlines(), "lock.acquire()", "lock.acquire()")
+    )
+    reached = control(hangs + ECHO, now=lambda: moment[0])
+    reached.start()
+    assert seen(began.exists, bool)
+    child = reached.pid
+    with pytest.raises(AgentSilent):
+        reached.nodes()
+    assert reached.pid == child
+    moment[0] = channel.HUNG_SECONDS + 1.0
+    with pytest.raises(AgentSilent):
+        reached.nodes()
+    assert seen(lambda: reached.pid, lambda pid: pid == 0) == 0
+    moment[0] += 10.0
+    monkeypatch.setattr(channel, "NODES_SECONDS", 10.0)
+    assert [each.name for each in reached.nodes()] == ["a"]
 
 
 def _raise_a_mistake(*_):
