@@ -23,6 +23,9 @@ RESTART = tuple([name for key, setting in SETTINGS.items() for name in setting.w
 TLS = ("tls_cert", "tls_key")
 """The files of TLS: others may take their place, but encryption itself is not begun or ended."""
 
+PLACED = "secrets and configs"
+"""What is written into a container before each start: other values are there at the next one."""
+
 
 class Described(Protocol):
     """The part of a configuration by which it is known what goes on; ``Config`` has it."""
@@ -74,6 +77,7 @@ def compare(old: Config, new: Config) -> Change:
         if getattr(before[name], key) != getattr(after[name], key)
         and (before[name].has_own(key) or after[name].has_own(key))
     ]
+    own += [f"{name}.{PLACED}" for name in kept if before[name].service.files != after[name].service.files]
     return Change(
         kept=tuple(kept),
         changed=tuple(changed),
@@ -123,7 +127,7 @@ def _resized(old: Described, new: Described) -> set[str]:
 
 def _goes_on(before: Backend, after: Backend) -> bool:
     ours: dict[str, Any] = {name: getattr(after, name) for name in (*LIVE, "inherits")}
-    service = replace(before.service, scale=after.service.scale)
+    service = replace(before.service, scale=after.service.scale, files=after.service.files)
     return replace(before, **ours, service=service) == after and service.digest == after.service.digest
 
 

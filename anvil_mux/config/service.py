@@ -124,7 +124,7 @@ class Service:
     """The addresses and ports of its host at which its container is published."""
     externals: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     """The volumes and networks that it uses and Compose does not make: (``volumes``, NAME)."""
-    files: tuple[PlacedFile, ...] = field(default=(), repr=False, compare=False)
+    files: tuple[PlacedFile, ...] = field(default=(), repr=False)
     """The secrets and configs that are written into its container, since they are not files of the host."""
     digest: str = field(default="", compare=False)
     """A digest of the whole description, as it was read."""

@@ -9,7 +9,7 @@ import pytest
 from anvil_mux.config.change import LIVE, Change, compare, within
 from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS, Backend, Config
 from anvil_mux.config.machines import Gpu
-from anvil_mux.config.service import Service
+from anvil_mux.config.service import PlacedFile, Service
 from anvil_mux.plugins import load
 
 
@@ -59,6 +59,14 @@ def test_any_word_of_its_description_makes_it_another_one():
     assert described[0] == described[1]
     old, new = (replace(OLD, backends=(each, B)) for each in described)
     assert compare(old, new).changed == ("a",)
+
+
+def test_another_secret_is_news_and_leaves_what_runs_running():
+    placed = PlacedFile("/run/secrets/s", "two", "TOKEN")
+    new = replace(OLD, backends=(replace(A, service=replace(A.service, files=(placed,))), B))
+    change = compare(OLD, new)
+    assert (change.kept, change.settings) == (("a", "b"), ("a.secrets and configs",))
+    assert "two" not in str(change)
 
 
 def test_names_that_are_exchanged_are_two_changes():

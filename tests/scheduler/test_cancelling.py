@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from anvil_mux.config.config import Config
+from anvil_mux.config.service import PlacedFile
 from anvil_mux.errors import LoadError
 from anvil_mux.scheduler.events import Cause
 from anvil_mux.scheduler.slot import Load
@@ -226,6 +227,17 @@ def test_load_whose_description_a_reload_changes_is_cancelled():
     assert fleet.take(fleet.core.load_cancelled(fleet.step(Load, "a"), 12.0)) == ["load a"]
     fleet.loaded("a", 20.0)
     assert waiting.backend == "a"
+
+
+def test_reload_with_another_secret_leaves_a_backend_running_and_loads_it_with_that_later():
+    before = on("", "a")
+    placed = (PlacedFile("/run/secrets/s", "two", "TOKEN"),)
+    after = replace(before, service=replace(before.service, files=placed))
+    fleet = Fleet(before)
+    fleet.request("a", 0.0)
+    fleet.loaded("a", 1.0)
+    assert fleet.take(fleet.core.reconfigured(Config(backends=(after,), policy="eager"), 2.0)) == []
+    assert fleet.core.layout.slot("a").backend.service.files == placed
 
 
 def test_wake_for_nobody_is_not_cancelled():
