@@ -138,7 +138,7 @@ class Dispatcher:
         elif target.chain and _may_fall_back(question):
             self._send_in_turn(question, reply)
         else:
-            self._send(question, reply)
+            self._send(question, reply, [])
 
     def _props(self, model: str, query: str) -> bytes:
         """The /props of a model that is not loaded; empty: its engine has to say.
@@ -167,10 +167,11 @@ class Dispatcher:
     def _send_in_turn(self, question: Question, reply: Reply) -> None:
         """Send it to its model, and if that cannot serve it to its fallbacks in turn."""
         step, *rest = question.target.chain
+        crashes: list[Crash] = []
         while True:
             question = replace(question, fallbacks=tuple(rest), after=step.after if rest else None)
             try:
-                return self._send(question, reply)
+                return self._send(question, reply, crashes)
             except MuxError as error:
                 rest = [each for each in rest if self._mux.overview.has(each.model)]
                 if not rest or not reply.may_go_on or not is_reason(error):
@@ -178,8 +179,11 @@ class Dispatcher:
                 step, *rest = rest
                 question = _fallen_back(question, step, error, reply)
 
-    def _send(self, question: Question, reply: Reply) -> None:
-        """Send it to a backend of its model, and if that comes to nothing to another."""
+    def _send(self, question: Question, reply: Reply, crashes: list[Crash]) -> None:
+        """Send it to a backend of its model, and if that comes to nothing to another.
+
+        ``crashes``: ends of engines that it was sent to, of other models too; more are added.
+        """
         context = question.context
         left = context.access.replicas[question.target.model]
         work = self._work(question) if left > 1 else NO_WORK
@@ -188,10 +192,12 @@ class Dispatcher:
         if EXPLAIN in context.request.fields:
             return self._explain(question, work, reply)
         tend = Waiting(question, reply, self._mux, self._patience).tend
-        crashes: tuple[Crash, ...] = ()
         resent = False
-        while failure := self._try(question, reply, work=work, tend=tend, crashes=crashes, resent=resent):
-            crashes, resent = (*crashes, *failure.crashes), True
+        while failure := self._try(
+            question, reply, work=work, tend=tend, crashes=tuple(crashes), resent=resent
+        ):
+            crashes += failure.crashes
+            resent = True
             if not failure.again or (left <= 0 and len(crashes) < MOST_CRASHES):
                 raise failure.error
             left -= 1

@@ -308,6 +308,22 @@ def test_a_load_that_fails_is_answered_by_the_fallback(world):
     assert b" 200 " in ask(rig, "a"), "and while it cools down"
 
 
+def test_request_that_ends_two_engines_is_sent_to_no_further_fallback(make_rig):
+    chain = [
+        Backend(name, name, gpus=(str(gpu),), fallback=rest)
+        for gpu, (name, rest) in enumerate([("a", ("b", "c")), ("b", ()), ("c", ())])
+    ]
+    rig = make_rig(backends=tuple(chain), gpus=tuple(Gpu(str(gpu)) for gpu in range(3)))
+    rig.mechanism.end = "exited with code 139"
+    client = rig.client()
+    client.post(b'{"model":"a"}')
+    rig.engine.next().reset()
+    rig.other.next().reset()
+    answer = client.read()
+    assert (answer.status, answer.code) == (502, "engine_crashed")
+    assert [event.backend for event in rig.events.of("loading")] == ["a", "b"]
+
+
 def test_who_waits_for_longer_than_after_leaves_the_queue(world):
     rig = world(a={**GPT, "fallback_after": 0.0})
     rig.mechanism.gate.clear()
