@@ -683,10 +683,14 @@ class Load:
 
     # What is told
 
+    def count_whole(self) -> int:
+        """How many answers were whole so far, or left by their clients."""
+        kinds = Counter(fate.verdict.kind for fate in list(self.fates))
+        return kinds["whole"] + kinds["left"]
+
     def progress(self) -> str:
         """One line, at any moment."""
-        kinds = Counter(fate.verdict.kind for fate in list(self.fates))
-        whole = kinds["whole"] + kinds["left"]
+        whole = self.count_whole()
         usage = self.meter.samples[self.life][-1:]
         now = "".join(
             f", {each.rss:.0f} MiB, {each.threads:.0f} threads, {each.descriptors:.0f} fds" for each in usage

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from anvil_mux.host.seam import MACHINE
 from tests.accounting import EMBEDDING, KINDS, Ask, Said, some_asks
 from tests.docker.conftest import REAL, OwnEngine, Stack
 from tests.load import QUEUE_TIMEOUT, Engines, Load
@@ -130,8 +131,11 @@ def container_load(
     build_recorder(written)
     describe(stack, written, max_wait)
 
+    # A machine of its own: its GPUs are not those of another load that goes on beside it.
+    environ = stack.engine.env | {MACHINE: f"{stack.engine.env.get(MACHINE, '')}/containers"}
+
     def start(*flags: str) -> Running:
-        return begin(stack.file, *flags, "--on-exit", "stop", state=folder, environ=stack.engine.env)
+        return begin(stack.file, *flags, "--on-exit", "stop", state=folder, environ=environ)
 
     models = sorted({model for model, _, _ in MODELS.values()})
     asks = some_asks(requests, models, tokens, [kind for kind in KINDS if kind not in EMBEDDING], draw)

@@ -19,3 +19,4 @@ def test_every_answer_is_accounted_for(llamacpp_compose, tmp_path):
     load.run()
     print(f"\nANVIL_LOAD_SEED={SEED}\n{load.table()}")
     assert not any(load.flaws.values()), load.report()
+    assert load.count_whole() > len(load.fates) / 2, load.table()

@@ -74,6 +74,8 @@ def test_every_answer_is_accounted_for_while_everything_fails():
         for part in parts.values():
             shutil.rmtree(part)
     assert not flawed, f"what it is made from is in {FOLDER}"
+    for name, load in loads.items():
+        assert load.count_whole() > len(load.fates) / 2, f"{name}: most requests failed, see {FOLDER}"
 
 
 def pace(requests: int) -> dict[str, object]:
