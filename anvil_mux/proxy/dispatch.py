@@ -51,7 +51,6 @@ from anvil_mux.errors import (
     Severed,
     Stuck,
     Unauthorized,
-    UnknownModel,
     WaitedTooLong,
     WouldWaitTooLong,
 )
@@ -404,7 +403,7 @@ class Waiting:
     def tend(self, now: float) -> None:
         """Look at the client, a few times a second: ClientGone, ModelLoading, or a sign of life for it.
 
-        Unauthorized or UnknownModel if a reload has taken its key, or the model from that, meanwhile.
+        Unauthorized or Forbidden if a reload has taken its key, or the model from that, meanwhile.
         """
         self._reply.stay()
         self._check_key()
@@ -422,14 +421,14 @@ class Waiting:
             raise ModelLoading(text, retry_after=self._mux.overview.eta(model))
 
     def _check_key(self) -> None:
-        context, model = self._question.context, self._question.target.model
+        context = self._question.context
         if context.key is None or context.may_go_on:
             return
         key = context.access.keys.current(context.key)
         if key is None:
             raise Unauthorized("The API key of this request was removed while the request waited.")
-        if not context.access.may_reach(key, model):
-            raise UnknownModel(model, context.access.names(key))
+        if not context.access.may_reach(key, self._question.target.model):
+            raise Forbidden("The API key of this request may not use its model any more.")
 
     def _turn_to_fallback(self, now: float) -> None:
         """Raise if the request has waited for as long as it may before its model's fallback answers."""

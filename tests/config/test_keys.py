@@ -507,7 +507,7 @@ def test_a_stream_without_a_key_ends_when_there_are_keys(rig: Rig) -> None:
     ("lines", "status", "says"),
     [
         (ROOT, 401, b"was removed while the request waited"),
-        (f"{ROOT}\n{ALICE} models=org/b", 404, b"`a` does not exist"),
+        (f"{ROOT}\n{ALICE} models=org/b", 403, b"may not use its model any more"),
         (f"{ROOT}\n{ALICE} models=*", 200, b""),
         (f"{ROOT}\n{ALICE} name=other models=alias", 200, b""),
     ],
