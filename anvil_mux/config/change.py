@@ -24,7 +24,7 @@ TLS = ("tls_cert", "tls_key")
 """The files of TLS: others may take their place, but encryption itself is not begun or ended."""
 
 PLACED = "secrets and configs"
-"""What is written into a container before each start: other values are there at the next one."""
+"""The files that are written into a container before each start: other values are there at the next one."""
 
 
 class Described(Protocol):
