@@ -72,7 +72,7 @@ class Key:
         return self.models is None or self.state or self.admin
 
     def allows_all_of(self, before: Key) -> bool:
-        """Whether it has each right that it had ``before``."""
+        """Return whether it has each right that it had ``before``."""
         has_models = self.models is None or (before.models is not None and before.models <= self.models)
         return has_models and self.state >= before.state and self.admin >= before.admin
 
@@ -98,8 +98,8 @@ class Keyring:
         """Whether what began with ``key`` may still do what it might, by the keys that hold now."""
         if not self._current()._keys:
             return True
-        same = key and self.current(key)
-        return key is not None and same is not None and same.allows_all_of(key)
+        current = self.current(key) if key else None
+        return key is not None and current is not None and current.allows_all_of(key)
 
     def current(self, key: Key) -> Key | None:
         """Return ``key`` with the rights that it has now, or None if it was removed."""

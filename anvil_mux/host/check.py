@@ -229,7 +229,12 @@ def _holders(config: HostConfig) -> tuple[dict[int, str], bool]:
         for backend in on_host:
             if (config.project, backend.service_name) in running:
                 holders |= {port: "" for _, port in _ports_taken(config, backend)}
-    return holders, endpoint.path is not None and not any(map(os.path.exists, IN_CONTAINER))
+    return holders, endpoint.path is not None and not _is_in_container()
+
+
+def _is_in_container() -> bool:
+    """Return whether this runs in a container, where the files and ports of its host are not seen."""
+    return any(map(os.path.exists, IN_CONTAINER))
 
 
 def missing_rights(config: HostConfig) -> list[str]:
@@ -250,7 +255,7 @@ def missing_files(config: HostConfig) -> list[str]:
     is_process = config.runtime == "process"
     if not is_process and find_endpoint(os.environ).path is None:
         return []
-    sees_all = is_process or not any(map(os.path.exists, IN_CONTAINER))
+    sees_all = is_process or not _is_in_container()
     lacking: dict[tuple[str, str], list[str]] = {}
     for name, backend in _by_service(config).items():
         for key, place, text in (_programs if is_process else _mounts)(backend, folders):

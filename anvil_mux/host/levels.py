@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -443,14 +443,11 @@ class Stop(Level):
         swapper, deadline = self._swapper, begun + backend.load_timeout
         check_cancelled = partial(swapper.check_cancelled, backend)
         remaining = partial(self._remaining, backend, deadline)
-        if backend.service.needs:
-            # Nothing is started for an engine that is refused its GPUs.
-            with swapper.guarded(backend, remaining):
+        with ExitStack() as guard:
+            if backend.service.needs:  # none is started for an engine that is refused its GPUs
+                guard.enter_context(swapper.guarded(backend, remaining))
                 with swapper.phase(backend, "depends_on"):
                     swapper.runtime.prepare(backend, remaining)
-                with swapper.phase(backend, "load"):
-                    url = swapper.start(backend, remaining)
-        else:
             with swapper.phase(backend, "load"):
                 url = swapper.start(backend, remaining)
         with swapper.phase(backend, "ready"):

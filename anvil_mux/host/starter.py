@@ -85,7 +85,7 @@ def _start(
             output = opened.enter_context(os.fdopen(os.open(log, how, 0o666), "ab"))
             held = [each for name in claims if (each := _claim(name, opened)) is not None]
             launcher = subprocess.Popen(
-                [sys.executable, "-I", "-S", LAUNCHER, log],
+                [sys.executable, "-I", "-S", LAUNCHER, log],  # `ps` shows whose launcher it is
                 cwd=cwd,
                 env={**_libraries(), **{name: env[name] for name in env if name.startswith(MARKS)}},
                 stdin=subprocess.PIPE,

@@ -46,8 +46,6 @@ from anvil_mux.proxy.access import Access, FallbackChain, Named, RequestContext,
 from anvil_mux.proxy.client import Client, Spool
 from anvil_mux.routing import prefix
 
-SESSIONS = "/v1/realtime/"
-"""How the paths begin at which a session is described, which may name a model within."""
 SWAP = b"x-anvil-swap"
 """The header by which a request says whether it may force a swap: never, or allowed."""
 WARM = b"x-anvil-warm"

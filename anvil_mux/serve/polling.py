@@ -32,8 +32,6 @@ from anvil_mux.routing.in_flight import EngineLoad, Report
 
 SCRAPE_SECONDS = 1.0
 SCRAPE_TIMEOUT = 2.0
-"""The most that is read of an engine's figures."""
-
 SHARE_SECONDS = 0.25
 EXPIRES_SECONDS = 5.0
 """After which the reports of an anvil-mux are forgotten that publishes none any more."""
