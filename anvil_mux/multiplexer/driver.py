@@ -442,37 +442,37 @@ class Facts:
         why: str,
         log: Iterable[str] = (),
         *,
-        loaded: float | None = None,
+        residency: int | None = None,
         load: int | None = None,
     ) -> None:
         """The backend's service ended, and nobody here told it to.
 
-        ``log``: what it had printed last. Nothing has happened if it was loaded anew since the moment
-        ``loaded``, or by another load than the one of the number ``load``.
+        ``log``: what it had printed last. Nothing has happened if it became resident again since the
+        ``residency`` of its slot, or was loaded by another load than the one of the number ``load``.
         """
 
         def fact(now: float) -> Effects:
             if load is not None and load != self._driver.loads.get(backend, 0):
                 return NOTHING
-            is_it = loaded is None or self._is_since(backend, loaded)
+            is_it = residency is None or self._is_since(backend, residency)
             return self._scheduler.died(backend, now, why, log) if is_it else NOTHING
 
         self._apply(fact)
         self.doubts.settle(backend)
 
-    def unanswering(self, backend: str, *, loaded: float) -> None:
-        """The engine answers nobody; nothing follows if it was loaded anew since ``loaded``."""
+    def unanswering(self, backend: str, *, residency: int) -> None:
+        """The engine answers nobody; nothing follows if it became resident again since ``residency``."""
 
         def fact(now: float) -> Effects:
-            is_it = self._is_since(backend, loaded)
+            is_it = self._is_since(backend, residency)
             return self._scheduler.unanswering(backend, now) if is_it else NOTHING
 
         self._apply(fact)
 
-    def _is_since(self, backend: str, loaded: float) -> bool:
-        """Whether a backend is there, and was not loaded anew since a moment. Under the lock."""
+    def _is_since(self, backend: str, residency: int) -> bool:
+        """Return whether a backend is there, and did not become resident again. Under the lock."""
         slot = self._scheduler.layout.slot(backend)
-        return slot is not None and slot.loaded == loaded
+        return slot is not None and slot.residency == residency
 
     def is_heard(self, backend: str, since: float) -> bool:
         """Whether any request got a part of an answer from the backend since a moment."""
@@ -583,7 +583,7 @@ def _found(how: str | Evicted | Unfit) -> FoundBackend:
 class _Doubt:
     """One doubt, of one run of a backend."""
 
-    loaded: float
+    residency: int
     """Tells the runs of the backend apart."""
     since: float
     waiting: list[Latch] = field(default_factory=list)
@@ -621,9 +621,9 @@ class Doubts:
             if slot is None or ticket not in slot.holders:
                 return ticket.crash
             doubt = self._open.get(backend.name)
-            is_new = doubt is None or doubt.loaded != slot.loaded
+            is_new = doubt is None or doubt.residency != slot.residency
             if doubt is None or is_new:
-                doubt = self._open[backend.name] = _Doubt(slot.loaded, self._clock.now())
+                doubt = self._open[backend.name] = _Doubt(slot.residency, self._clock.now())
             found = self._clock.latch()
             doubt.waiting.append(found)
         if is_new:
@@ -659,7 +659,7 @@ class Doubts:
         """Asks once what has become of the backend, and does what follows from it; False: ask again."""
         name, limit = backend.name, self._driver.config.upstream_timeout
         if why := self._host.ended(backend):
-            self._facts.died(name, why, self._host.log_tail(backend), loaded=doubt.loaded)
+            self._facts.died(name, why, self._host.log_tail(backend), residency=doubt.residency)
             return True
         left = doubt.since + limit - self._clock.now()
         try:
@@ -670,14 +670,16 @@ class Doubts:
             return True
         if self._clock.now() - doubt.since < (REFUSED_SECONDS if answers is False else limit):
             return False
-        self._facts.unanswering(name, loaded=doubt.loaded)
+        self._facts.unanswering(name, residency=doubt.residency)
         return True
 
     def _is_open(self, name: str, doubt: _Doubt) -> bool:
         """Whether the doubt still is of the backend that is resident."""
         with self._lock:
             slot = self._slot(name)
-            here = slot is not None and slot.loaded == doubt.loaded and slot.state in ("ready", "draining")
+            here = (
+                slot is not None and slot.residency == doubt.residency and slot.state in ("ready", "draining")
+            )
             return here and self._open.get(name) is doubt and not self._closed
 
     def settle(self, name: str, doubt: _Doubt | None = None) -> None:

@@ -216,6 +216,8 @@ class Slot:
     """When its leases are severed, if it is draining; infinite: when they end."""
     loaded: float = -math.inf
     """When it last became resident."""
+    residency: int = 0
+    """How often it has become resident: tells one time from the next, also where it was adopted."""
     last_used: float = -math.inf
     holders: dict[Any, float] = field(default_factory=dict)
     """The tickets that lease it, in order of admission, and since when."""
@@ -303,6 +305,7 @@ class Slot:
         except KeyError:
             raise ValueError(f"{self.name} is {self.state}: `{what}` cannot happen to it") from None
         self.since = now
+        self.residency += what in ("loaded", "adopt")
         if self.state in ("stopped", "standby"):
             self.paused_as = ""
         if self.state == "stopped":

@@ -180,3 +180,26 @@ def test_a_late_word_of_an_old_backend_does_not_disturb_the_new_one(ended):
                 assert stage.mux.overview.status().leases == 1
 
     Stage().play(main)
+
+
+@SEEDS
+def test_late_finding_about_a_backend_does_not_end_the_one_adopted_since(seed):
+    """Somebody restarts its container while its log is read for the request that it has lost."""
+
+    def main(stage):
+        stage.engines.ended = lambda backend: "was killed (code 137)"
+
+        def log_tail(backend):
+            stage.clock.sleep(5.0)
+            return []
+
+        stage.engines.log_tail = log_tail
+        lost = stage.mux.lease("a")
+        stage.later(0.0, lambda: stage.mux.facts.doubts.raised_by(lost.ticket))
+        stage.clock.sleep(1.0)
+        stage.mux.facts.died("a", "ended, and somebody started it again")
+        stage.mux.facts.adopt({"a": "http://127.0.0.1:1"})
+        stage.clock.sleep(30.0)
+        assert stage.states()["a"] == "ready"
+
+    Stage(seed=seed).play(main)

@@ -323,7 +323,7 @@ def test_a_request_without_a_byte_moves_when_its_replica_is_put_out(rig):
     rig.engine.next()
     elsewhere = ask(rig, LONG)
     held = rig.other.next()
-    rig.mux.facts.unanswering("a", loaded=rig.mux.scheduler.layout.slot("a").loaded)
+    rig.mux.facts.unanswering("a", residency=rig.mux.scheduler.layout.slot("a").residency)
     for asked in (held, rig.other.next()):
         asked.send(JSON_OK)
     assert [client.read().status for client in (first, elsewhere)] == [200] * 2
