@@ -399,7 +399,16 @@ def test_what_comes_back_otherwise_while_it_still_leaves_has_its_drain(house, st
 
 
 def test_what_leaves_when_the_program_ends_is_not_kept_for_the_next_start(house, state):
-    never_ready = [sys.executable, "-c", "import time; time.sleep(600)"]
+    listens, may_end = state / "listens", state / "may end"
+    os.mkfifo(may_end)
+    lingers = f"""
+        import signal, sys
+
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(open({str(may_end)!r}).read()))
+        open({str(listens)!r}, "w").close()
+        signal.pause()
+    """
+    never_ready = [sys.executable, "-c", textwrap.dedent(lingers)]
     before = {"slow": {"command": never_ready}, "b": {"gpus": ["1"]}}
     with serving(house.write(before), state=state, on_exit="keep") as running:
         house.open()
@@ -407,10 +416,12 @@ def test_what_leaves_when_the_program_ends_is_not_kept_for_the_next_start(house,
         load = threading.Thread(target=running.request, args=("POST", "/models/load", {"model": "slow"}))
         load.start()
         running.tells("slow: loading")
+        assert seen(listens.exists, bool)
         house.write({"slow": {}, "b": {"gpus": ["1"]}})
         assert reload(running) == 0
         running.process.send_signal(signal.SIGTERM)
         running.tells("stopping slow: the configuration has changed")
+        may_end.write_text("")
         running.tells(r"kept running for the next start \(on_exit: keep\): b$")
         load.join(TIMEOUT)
 
